@@ -163,18 +163,17 @@ def best_tokens_kernel(
 def best_tokens(logits: Tensor, *, backend: str = "auto") -> Tensor:
     """The best token of each row, the first of equals; no gradient.
 
-    Two nodes for `torch.compile`: the pass over the logits, and what is left to compare, which it
-    joins with what reads the result.
+    For `torch.compile` one node, and at most 16 numbers a row that are left to compare.
 
     Args:
-        logits: `[..., V]`, bfloat16, float16 or float32; not changed.
+        logits: `[..., V]`, bfloat16, float16 or float32, any strides; not changed.
         backend: `auto`, `reference` or `triton`.
 
     Returns:
         `[...]` int64, ids in 0..V-1; of a row with NaN, that of one.
 
     Raises:
-        ValueError: a dtype that the kernel does not read, or V = 0.
+        ValueError: another dtype, or V = 0.
     """
     values, indices = _best_in_parts(logits, backend)
     part = values.argmax(dim=-1, keepdim=True)  # of equals the first, as within one
@@ -191,6 +190,8 @@ def _parts(vocab_size: int) -> tuple[int, int]:
 def _best_in_parts(logits: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.shape[-1] == 0:
         raise ValueError("logits must be [..., V] with V > 0, got no token.")
+    if logits.dtype not in checks.KERNEL_DTYPES:
+        raise ValueError(f"logits dtype must be one of {checks.KERNEL_DTYPES}, got {logits.dtype}.")
     resolved = checks.resolve_backend(backend, tensor=logits, kernel=best_tokens_kernel)
     if resolved == "reference":
         return best_in_parts_ref(logits)

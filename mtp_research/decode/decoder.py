@@ -149,7 +149,7 @@ class SpecDecoder:
             draws_at_zero=not spec.rule.is_greedy_at_zero,
         )
         self.stats = DecodeStats(auditor=self.auditor)
-        self.recent = RecentRounds(plan)
+        self.recent = RecentRounds(plan, max_rows=engine.max_num_batched_tokens)
         self._ledger = Ledger(self.scheduler, self.stats, self.recent, self.auditor)
         self._numbers = itertools.count()
         self._fault: str | None = None  # of the step that closed the decoder
@@ -593,6 +593,7 @@ class SpecDecoder:
         requests = [entry.request for entry in entries]
         self._settle_passes(schedule)
         limit = self.spec.draft_length.num_drafts(batch_size=len(requests), recent=self.recent)
+        limit = min(limit, self.recent.num_passes)
         params, shape = self._sampling.tensors(requests), None
         rows = self._verifying(entries, limit)
         if self.target.exchange is not None:
@@ -614,7 +615,7 @@ class SpecDecoder:
         if isinstance(rule, ExpectedGainLength):
             recent.num_passes = rule.num_passes(
                 batch_size=len(schedule.entries),
-                waiting=(request.num_prompt_tokens for request in self.scheduler.waiting),
+                waiting=(request.num_tokens for request in self.scheduler.waiting),
                 recent=recent,
             )
         self.scheduler.num_drafts = recent.num_passes

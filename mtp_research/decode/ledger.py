@@ -264,7 +264,7 @@ class Ledger:
 
     def drop_in_flight(self) -> None:
         """Forget the step that runs: none of its requests is live."""
-        self.in_flight, self.caught_up, self.starting = None, None, []
+        self.in_flight, self.caught_up, self.starting, self.waited = None, None, [], 0.0
         if self.auditor is not None:
             self.auditor.drop_steps()
 
@@ -288,7 +288,9 @@ class Ledger:
 
     def _retire(self, request: Request) -> None:
         self.stats.records.append(record_of(request))
-        self.recent.add_text(request.num_tokens - request.num_prompt_tokens)
+        num_output_tokens = request.num_tokens - request.num_prompt_tokens
+        if num_output_tokens and request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.recent.add_text(num_output_tokens)
         if self.auditor is None:
             return
         in_flight = self.in_flight.entries if self.in_flight is not None else self.starting

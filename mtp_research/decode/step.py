@@ -109,7 +109,7 @@ class DeviceStep:
     def of_first_passes(self, number: int) -> "DeviceStep":
         """The step that runs the first `number` passes of a round, as one with K = `number` does.
 
-        State, pages and what replaced `parts` stay those of K; modules must draft.
+        It shares state and pages, and has `parts` of its own. Modules must draft.
         """
         assert isinstance(self.drafter, MTPDrafter), "nobody else drafts in passes"
         plan = replace(self.plan, num_speculative_tokens=number)

@@ -21,6 +21,7 @@ from mtp_research.decode.draft.draft_length import (
     StepKind,
 )
 from mtp_research.decode.draft.drafter import VerifiedStep
+from mtp_research.decode.graphs import decode_graphs, mixed_graphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import Schedule
 from mtp_research.decode.settings import SpecSettings
@@ -33,6 +34,7 @@ from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of
 from tests.decode.test_captured_loop import stand_in_for_graphs
 from tests.decode.test_loop_distribution import chain_target, copied_heads
+from tests.decode.toy_grammar import PAIRS
 
 K = 3
 Drafts = dict[tuple[str, int], list[int]]  # by request and tokens known before them
@@ -93,6 +95,8 @@ def shared(some: Drafts, others: Drafts) -> int:
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> tuple[Target, MTPHeads]:
     stand_in_for_graphs(monkeypatch)
+    for module in (decode_graphs, mixed_graphs):  # nothing here asks how long a step takes
+        monkeypatch.setattr(module, "seconds_of", lambda replays, device: 1.0)
     target = chain_target(128, sharpness=3)
     target.model.double()
     return target, copied_heads(target, blur=0.4).double()
@@ -128,7 +132,8 @@ def test_all_passes_run_again_once_no_request_lacks_draft_kv(models) -> None:
     while decoder.recent.num_passes == K:
         decoder.step()
     assert len(first.token_ids) > len(PROMPTS[0]), "it decodes"
-    decoder.spec = SpecSettings(num_speculative_tokens=K)  # nothing is left out from now on
+    rule = Told(told=((0, K),))  # nothing more is left out from now on
+    decoder.spec = SpecSettings(num_speculative_tokens=K, draft_length=rule)
     decoder.add_request(PROMPTS[2], sampling=sampling, request_id="2")
     while decoder.has_work:
         decoder.step()
@@ -141,8 +146,34 @@ def test_all_passes_run_again_once_no_request_lacks_draft_kv(models) -> None:
     assert shared(made, drafts) > 40
 
 
-def test_steps_with_grammars_and_steps_that_run_as_they_come_leave_passes_out_too(models) -> None:
-    """The latter by a prompt that no captured shape holds beside others."""
+def test_steps_with_grammars_leave_passes_out_and_all_of_theirs_are_captured(models) -> None:
+    sampling = SamplingParams(max_new_tokens=12, grammar=PAIRS, stop_token_ids=(1, 2))
+    decoder, made = build(*models, Told(told=((0, K), (2, 1))), "training")
+    decoder.warm_up(sampling)
+    builds = decoder.num_builds
+    run(decoder, PROMPTS[:1], sampling=sampling)
+    assert decoder.num_builds == builds
+    plain, drafts = build(*models, FixedLength(), "training")
+    run(plain, PROMPTS[:1], sampling=sampling)
+    assert {len(one) for one in made.values()} == {1, K}
+    assert shared(made, drafts) > 4
+
+
+def test_a_rule_of_more_drafts_than_passes_gets_those_of_the_passes(models) -> None:
+    """As where somebody puts another rule in the place of the one that left them out."""
+    decoder, _ = build(*models, Told(told=((0, K), (3, 1))), "training")
+    decoder.add_request(PROMPTS[0], sampling=SamplingParams(max_new_tokens=20), request_id="0")
+    while decoder.recent.num_passes == K:
+        decoder.step()
+    decoder.spec = SpecSettings(num_speculative_tokens=K)
+    before = decoder.stats.num_target_rows, decoder.stats.num_steps
+    for _ in range(4):
+        decoder.step()
+    rows, steps = decoder.stats.num_target_rows - before[0], decoder.stats.num_steps - before[1]
+    assert rows - steps in (steps, steps + K - 1)  # the step in flight had K drafts, perhaps
+
+
+def test_steps_that_run_as_they_come_leave_passes_out_too(models) -> None:
     decoder, made = build(*models, Told(told=((0, K), (2, 1))), "training")
     for graphs in decoder._all_graphs:
         graphs._mixed = None
@@ -195,7 +226,7 @@ def priced(one: tuple[float, float] = (0.5, 0.5), **changes: object) -> RecentRo
     return recent
 
 
-def passes(recent: RecentRounds, *, num_waiting: int = 0) -> int:
+def passes(recent: RecentRounds, *, num_waiting: int = 4) -> int:
     """What the rule says of eight requests, and of as many prompts of 300 tokens as wait."""
     rule, waiting = ExpectedGainLength(), itertools.repeat(300, num_waiting)
     return rule.num_passes(batch_size=8, waiting=waiting, recent=recent)
@@ -205,12 +236,12 @@ def test_passes_are_left_out_for_two_percent_of_the_time_of_what_is_in_sight() -
     recent = priced()
     assert passes(recent) == 1
     assert recent.num_passes == K, "the decoder's to change"
+    assert passes(recent, num_waiting=0) == K, "nobody waits: the batch is about to shrink"
     for seconds, expected in ((0.76, 1), (0.77, K)):  # 1.6 / .76 is 2.7 % above 2.05, .77 1.4 %
         assert passes(priced((seconds, seconds))) == expected
     # What four requests write in a batch of four: 2.05 / 1.6 = 1.28 times as long. What the other
     # four and those that wait write in one of eight: .77 times as long, at twice the rate.
     recent = priced((1.0, 0.6))
-    assert passes(recent) == K
     assert passes(recent, num_waiting=4) == K  # (1.28 + .77) / 2 = 1.025
     assert passes(recent, num_waiting=8) == 1  # (1.28 + 1.5 * .77) / 2.5 = .97
 
@@ -223,7 +254,7 @@ def test_six_percent_are_asked_for_where_nothing_drafts_any_more() -> None:
 
 
 def test_passes_are_looked_at_now_and_then_once_texts_have_ended_and_never_rise() -> None:
-    assert passes(priced(num_seen=9)) == passes(priced(num_texts=7.9)) == K
+    assert passes(priced(num_seen=9)) == passes(priced(num_texts=6.9)) == K
     recent = priced(num_passes=1)
     assert passes(recent) == 1
     assert ExpectedGainLength().num_drafts(batch_size=8, recent=recent) == 1
@@ -245,19 +276,23 @@ def test_all_steps_take_as_much_more_than_their_price_as_steps_do_now() -> None:
 def test_no_step_is_shorter_than_what_the_host_does_in_it() -> None:
     recent = priced()
     assert passes(recent) == 1
-    recent.times.note_host(0.8, has_prompts=False)
+    for seconds in (9.0, 0.1, 0.8, 0.8):  # one call of 9 s counts as one
+        assert passes(recent) == 1
+        recent.times.note_host(seconds, has_prompts=False)
     assert recent.times.costs(ONE, size=8) == {1: 0.8}
     assert recent.costs(8) == dict.fromkeys(range(4), 1.0)
     assert passes(recent) == K  # 1.6 / .8 tokens a second, no more than 2.05
-    recent.times.note_host(0.0, has_prompts=True)
-    assert recent.times.host_seconds == {False: 0.8, True: 0.0}
-    recent.times.note_host(0.0, has_prompts=False)
-    assert recent.times.host_seconds[False] == pytest.approx(0.75)
+    for _ in range(5):
+        recent.times.note_host(0.1, has_prompts=True)
+    assert passes(recent) == K, "that was beside prompts"
+    for _ in range(5):
+        recent.times.note_host(0.1, has_prompts=False)
+    assert passes(recent) == 1
 
 
 def test_prompts_cost_what_the_steps_cost_that_hold_them() -> None:
     """Eight requests, three tokens of prompt for one of output; steps of 16, 32 and 64 rows."""
-    recent = priced()
+    recent = priced(max_rows=64)
     recent.times.prices[StepKind(1, True)] = {16: {1: 1.0}, 32: {1: 1.5}, 64: {1: 2.0}}
     tokens = 8 * 1.6
 
@@ -274,9 +309,12 @@ def test_prompts_cost_what_the_steps_cost_that_hold_them() -> None:
     assert rate(1.0) == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 1.5))
     # 76.8 rows a step, more than fit
     assert rate(6.0) == pytest.approx(tokens / (76.8 / 48 * 2.0))
-    recent.num_passes = 1
+    recent.max_rows = 144  # 85.3 in each, where nothing was timed above 64
+    assert rate(6.0) == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 2.0 * (16 + 76.8 / 0.9) / 64))
+    recent.max_rows, recent.num_passes = 64, 1
     for _ in range(4):
         recent.times.note(StepKind(1, True), 1, size=17, seconds=4.5)
+        recent.times.note(StepKind(1, True), 1, size=65, seconds=99.0)  # was not replayed
     assert rate(6.0) == pytest.approx(tokens / (76.8 / 48 * 6.0)), "they took three times as long"
 
 
@@ -317,6 +355,10 @@ def test_a_decoder_counts_its_steps_and_texts(models) -> None:
     assert recent.num_seen == decoder.stats.num_steps
     assert 0 < recent.mixed_share < 1
     assert recent.output_tokens / recent.num_texts == pytest.approx(12)
+    recent.forget_texts()
+    decoder.abort(decoder.add_request(PROMPTS[0]))
+    run(decoder, sampling=SamplingParams(max_new_tokens=0))
+    assert recent.num_texts == 0, "nothing was written"
 
 
 def test_prompts_may_take_the_rows_of_drafts_that_are_not_made(models) -> None:

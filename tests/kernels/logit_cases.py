@@ -75,7 +75,7 @@ class BestCase(NamedTuple):
     is_strided: bool = False
 
     def make(self, dtype: torch.dtype, *, device: str) -> Tensor:
-        """Many equal ones; of six rows the last four have NaN, one, both or no infinity at all."""
+        """Many equal ones; of six rows the last four: two NaN, all -inf, two inf, all NaN."""
         generator = torch.Generator().manual_seed(0)
         width = self.vocab_size * (1 + self.is_strided)
         logits = torch.randint(-40, 40, (*self.shape, width), generator=generator).to(dtype) / 8

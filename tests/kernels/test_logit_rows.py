@@ -106,7 +106,7 @@ def test_mask_on_gpu_in_a_compiled_captured_step_gives_the_argmax_of_the_referen
 MIMO_BEST = BestCase("mimo_step", (32, 4), 151_680)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("case", BEST_CASES, ids=lambda case: case.name)
 def test_best_tokens_reference_is_the_first_largest(case, dtype):
     check_best(case, dtype, device="cpu", backend="auto")
@@ -115,7 +115,13 @@ def test_best_tokens_reference_is_the_first_largest(case, dtype):
 @pytest.mark.parametrize("case", BEST_CASES, ids=lambda case: case.name)
 def test_best_tokens_are_what_a_compiled_step_is_told(case):
     logits = case.make(torch.float32, device="cpu")
-    torch.library.opcheck(kernel._best_in_parts, (logits.nan_to_num(), "auto"))
+    assert logits.is_contiguous() != case.is_strided or not logits.numel()
+    torch.library.opcheck(kernel._best_in_parts, (logits.nan_to_num_(), "auto"))
+
+
+def test_logits_that_float32_does_not_hold_are_refused():
+    with pytest.raises(ValueError, match=r"logits dtype must be one of .*, got torch\.float64"):
+        best_tokens(torch.zeros(1, 3, dtype=torch.float64))
 
 
 def test_logits_without_tokens_have_no_best_one():

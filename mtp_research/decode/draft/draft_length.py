@@ -28,9 +28,10 @@ table of `ExpectedGainLength`.
 
 **Passes can be left out for good**, those beyond the first n: such a step is that of a decoder with
 K = n, in every layer that it writes and reads. Requests that run then lack the draft KV of the
-other passes, which therefore run again once all of them have ended and not before.
-`ExpectedGainLength` chooses this as well (`num_passes`) where steps are captured and timed; not
-where other ranks or a prefix cache hold on to what this one left out.
+other passes. These run again in a step whose requests all begin in it, and not before: never while
+requests overlap. `ExpectedGainLength` chooses this as well (`num_passes`) where steps are captured
+and timed, and only while requests wait; not where other ranks or a prefix cache hold on to what
+this one left out.
 
 **Losslessness.** A limit may depend on the past, never on the token just drawn: a draft that is
 kept only when its own probability is high is no draw from the draft distribution, and rejection
@@ -69,6 +70,7 @@ class RecentRounds:
 
     plan: "DraftPlan"  # whose drafts are counted
     half_life_steps: float = 32.0  # steps after which a round counts half, > 0
+    max_rows: int = 1 << 30  # of a step
     # chance assumed for a draft never seen, given that the ones before it were accepted, in [0, 1].
     # It is high on purpose: what is believed to be good gets tried, and what is tried gets
     # measured.
@@ -78,7 +80,8 @@ class RecentRounds:
     # per draft position, weight of the rounds that made this draft and accepted all before it
     reached: list[float] = field(init=False)
     accepted: list[float] = field(init=False)  # of these, those that accepted it
-    # latest times of steps that made n drafts after a step that made n
+    # latest times of steps that made n drafts after a step that made n; for steps without prices,
+    # which run all passes
     step_seconds: dict[int, deque[float]] = field(default_factory=dict)
     times: "StepTimes" = field(default_factory=lambda: StepTimes())
     num_seen: int = 0  # steps of any kind
@@ -162,12 +165,11 @@ class RecentRounds:
         usual = times.usual(self._kind(False)), times.usual(self._kind(True))
         costs = times.priced(kind, size=batch_size, usual=usual[0])
         if rows_a_token and times.prices.get(mixed):
+            room = max(self.max_rows - batch_size * (num_passes + 1), 1)  # rows that drafts leave
             for n, cost in costs.items():
-                num_rows = batch_size * (n + 1)
                 num_prompt_rows = batch_size * tokens[n] * rows_a_token
-                room = max(max(times.prices[mixed]) - num_rows, 1)
                 share = max(self.mixed_share, num_prompt_rows / room)
-                size = num_rows + num_prompt_rows / share
+                size = batch_size * (n + 1) + num_prompt_rows / share
                 price = times.priced(mixed, size=size, usual=usual[1])[n]
                 costs[n] = max(1.0 - share, 0.0) * cost + share * price
         return max(batch_size * tokens[n] / cost for n, cost in costs.items())
@@ -213,17 +215,17 @@ class StepTimes:
 
     # seconds, timed where steps were captured, with short texts; empty where nothing was
     prices: dict[StepKind, dict[int, dict[int, float]]] = field(default_factory=dict)
-    # seconds that the host works in a call that starts a step, with prompt rows or without; fading
-    host_seconds: dict[bool, float] = field(default_factory=dict)
+    # seconds that the host worked in the latest calls that started a step with prompt rows or none
+    host_seconds: dict[bool, deque[float]] = field(default_factory=dict)
     num_noted: int = 0  # steps
     # what latest steps of a kind and number took in units of their price, and when the last ran
     overruns: dict[tuple[StepKind, int], deque[float]] = field(default_factory=dict)
     last_noted: dict[tuple[StepKind, int], int] = field(default_factory=dict)
 
     def note(self, kind: StepKind, num_drafts: int, *, size: int, seconds: float) -> None:
-        """Keep the time of a step."""
+        """Keep the time of a step that was replayed: none larger than those timed is."""
         price = self._prices(kind, size).get(num_drafts)
-        if price is not None:
+        if price is not None and size <= max(self.prices[kind]):
             key = kind, num_drafts
             if self._is_forgotten(key):
                 self.overruns[key] = deque(maxlen=_NUM_TIMES)
@@ -233,12 +235,11 @@ class StepTimes:
 
     def note_host(self, seconds: float, *, has_prompts: bool) -> None:
         """Keep what the host did in a call that started a step."""
-        old = self.host_seconds.get(has_prompts, seconds)
-        self.host_seconds[has_prompts] = old + (seconds - old) / _NUM_TIMES
+        self.host_seconds.setdefault(has_prompts, deque(maxlen=_NUM_TIMES)).append(seconds)
 
     def costs(self, kind: StepKind, *, size: int) -> dict[int, float]:
         """Expected seconds by number of drafts; the price where none ran lately."""
-        least = self.host_seconds.get(kind.has_prompts, 0.0)
+        least = self._least(kind)
         return {
             n: max(price * self._overrun((kind, n)), least)
             for n, price in self._prices(kind, size).items()
@@ -246,14 +247,18 @@ class StepTimes:
 
     def priced(self, kind: StepKind, *, size: float, usual: float) -> dict[int, float]:
         """Seconds by number of drafts if all take `usual` times their price."""
-        least = self.host_seconds.get(kind.has_prompts, 0.0)
-        prices = self._prices(kind, size)
-        return {n: max(price * usual, least) for n, price in prices.items()}
+        least, prices = self._least(kind), self._prices(kind, size)
+        beyond = max(size / max(self.prices[kind]), 1.0)  # of the largest that was timed
+        return {n: max(price * usual * beyond, least) for n, price in prices.items()}
 
     def usual(self, kind: StepKind) -> float:
         """What the latest steps of a kind took in units of their price; 1 if none did."""
         keys = [key for key in self.last_noted if key[0] == kind]
         return self._overrun(max(keys, key=self.last_noted.__getitem__)) if keys else 1.0
+
+    def _least(self, kind: StepKind) -> float:
+        times = self.host_seconds.get(kind.has_prompts, ())
+        return statistics.median(times) if len(times) >= _MIN_TIMES else 0.0
 
     def _overrun(self, key: tuple[StepKind, int]) -> float:
         times = () if self._is_forgotten(key) else self.overruns[key]
@@ -277,7 +282,7 @@ _NUM_PROBES = 4  # runs of them: K, 0, K, 0
 _LEAST_GAIN = 1.02  # for which the number of drafts or of passes changes
 _LAST_GAIN = 1.06  # for which the first pass is left out too
 _CHECK_EVERY = 8  # steps, for passes that do not pay
-_LEAST_TEXTS = 8  # that ended, before passes are left out
+_LEAST_TEXTS = 7.0  # that ended, fading, before passes are left out: eight of late
 
 
 class DraftLength(Protocol):
@@ -436,16 +441,16 @@ class ExpectedGainLength:
 
         Args:
             batch_size: requests of this step.
-            waiting: tokens of each prompt that waits.
+            waiting: tokens of each text that waits; nothing changes where none does.
             recent: what was accepted and how long steps take.
         """
         now = recent.num_passes
         if recent.num_seen % _CHECK_EVERY or recent.num_texts < _LEAST_TEXTS:
             return now
         fewer = {kind.num_passes for kind in recent.times.prices if kind.num_passes < now}
-        if not fewer:
-            return now
         prompts, half = list(waiting), max(batch_size // 2, 1)
+        if not (fewer and prompts):
+            return now
         length = recent.output_tokens / recent.num_texts
         tokens = (len(prompts) + batch_size / 2) * length, batch_size / 2 * length
         rows_a_token = sum(prompts) / tokens[0]

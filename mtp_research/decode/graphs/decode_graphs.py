@@ -364,7 +364,8 @@ class StepGraphs:
         return batch_tensors(
             [sampling] * num_requests,
             num_prompt_tokens=[1] * num_requests,
-            num_speculative_tokens=self._step.plan.num_speculative_tokens,
+            # K of the requests' masks, of which steps of fewer passes read the first
+            num_speculative_tokens=self._step.slot_state.draft_token_ids.shape[1],
             vocab_size=self._step.target.config.vocab_size,
             device=self._slots.device,
         )
