@@ -188,7 +188,6 @@ def test_captured_steps_leave_such_requests_out(targets, monkeypatch: pytest.Mon
     decoder = SpecDecoder(targets["attention"], spec=PLAIN)
     graphs = StepGraphs(
         decoder.device_step,
-        pool=None,
         batch_sizes=(2,),
         num_table_blocks=2,
     )

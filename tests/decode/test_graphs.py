@@ -62,7 +62,6 @@ def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     graphs = StepGraphs(
         decoder.device_step,
-        pool=None,
         batch_sizes=(1, 2, 4),
         num_table_blocks=2,
     )

@@ -137,11 +137,10 @@ def test_kernels_of_verification_and_bookkeeping_compile(
         assert compile_kernel(name, source, folder=tmp_path) >= 1
 
 
-def test_long_rows_of_logits_are_searched_by_many_programs(tmp_path: Path) -> None:
+def test_of_long_rows_of_logits_only_the_parts_best_are_left_to_compare(tmp_path: Path) -> None:
     kernels = _kernels(151_680, num_drafts=3, num_requests=1)
-    first, second = (source for name, source in kernels.items() if "max" in name)
-    assert f"xnumel = {4 * 64}\n" in first
-    assert "r0_numel = 64\n" in second
+    (best,) = (source for name, source in kernels.items() if "max" in name)
+    assert "r0_numel = 13\n" in best
     for name, source in kernels.items():
         assert compile_kernel(name, source, folder=tmp_path) >= 1
 

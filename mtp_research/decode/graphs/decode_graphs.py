@@ -97,7 +97,6 @@ def build_graphs(
     step.cache.runs_regions = engine.compile and engine.layer_regions
     make = functools.partial(
         StepGraphs,
-        pool=torch.cuda.graph_pool_handle(),
         batch_sizes=captured_sizes(
             engine.max_num_requests,
             wanted=engine.graph_batch_sizes,
@@ -109,7 +108,8 @@ def build_graphs(
         options=options_of(engine) if engine.compile else None,
         max_mixed_rows=engine.max_num_batched_tokens if captures_mixed else 0,
     )
-    return [make(one) for one in steps]
+    first = make(step)
+    return [first, *(make(one, pool=first.pool) for one in steps[1:])]
 
 
 class _Ran(NamedTuple):
@@ -128,9 +128,9 @@ class StepGraphs:
         self,
         step: DeviceStep,
         *,
-        pool: Any,
         batch_sizes: Sequence[int],
         num_table_blocks: int,
+        pool: Any = None,
         options: CompileOptions | None = None,
         max_mixed_rows: int = 0,
     ) -> None:
@@ -151,7 +151,7 @@ class StepGraphs:
         self._uploaded_slots: list[int] = []  # of a bucket, padding included
         self._graphs: dict[Hashable, Captured[StepResult]] = {}
         self._targets: dict[Hashable, Captured[_Ran]] = {}  # target passes by themselves
-        self._pool = pool
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool  # of their memory
         self._rows: dict[tuple[int, int], StepRows] = {}
         self._compiler: CompiledParts | None = None
         if options is not None:
@@ -169,7 +169,7 @@ class StepGraphs:
                 max_requests=batch_sizes[-1],
                 max_rows=max_mixed_rows,
                 tables=self._tables,
-                pool=self._pool,
+                pool=self.pool,
                 compiler=self._compiler,
             )
         self._exchange, self._runs_regions = step.target.exchange, step.cache.runs_regions
@@ -455,7 +455,7 @@ class StepGraphs:
             target.graph.replay()
         captured = capture_call(
             lambda: part(*inputs) if target is None else part(target.result),
-            pool=self._pool,
+            pool=self.pool,
         )
         self._slots[:bucket], self._block_table[:bucket] = slots, table
         self._capture_s += time.perf_counter() - started
