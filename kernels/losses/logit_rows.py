@@ -9,8 +9,8 @@ Maths: out = logits + 0 or -inf, so that NaN stays NaN, and +inf of a forbidden 
 The best token is the largest logit's, of equals the first; NaN counts as the largest.
 Layout: one program unpacks a few words of one row, 32 logits each; any strides, nothing is copied.
 For the best token, one program walks a part of a row and keeps, for each of its lanes, the best
-so far: comparing lanes costs more than reading, and is left for the end. As many parts to a row
-whatever the number of rows, so that code compiled for any number of them knows.
+so far: comparing lanes costs more than reading, and is left for the end. P follows from V alone, so
+that code compiled for any number of rows knows it.
 Letters: R requests, J verified rows a request, V vocabulary, W = ceil(V / 32) words of a mask, P
 parts of a row.
 Source: the bit layout of xgrammar: token 32 w + b is bit b of word w, counted from the lowest.

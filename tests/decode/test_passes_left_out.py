@@ -42,7 +42,7 @@ Drafts = dict[tuple[str, int], list[int]]  # by request and tokens known before 
 
 @dataclass(frozen=True)
 class Told(ExpectedGainLength):
-    """Runs as many passes as it is told by the tokens of all requests, drafts as many."""
+    """Runs as many passes as it is told by the number of decode steps, and makes as many drafts."""
 
     told: tuple[tuple[int, int], ...] = ()  # (steps from here on, passes)
 
