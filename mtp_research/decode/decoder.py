@@ -607,17 +607,25 @@ class SpecDecoder:
 
     def _settle_passes(self, schedule: Schedule) -> None:
         """How many passes of a round run from now on; see `ExpectedGainLength.num_passes`."""
-        rule, recent = self.spec.draft_length, self.recent
+        rule, recent, running = self.spec.draft_length, self.recent, self.scheduler.running
         if len(self._devices) == 1:
             return
-        if len(schedule.admitted) == len(self.scheduler.running):  # nobody lacks draft KV
+        before, admitted = recent.num_passes, schedule.admitted
+        recent.add_admissions(len(admitted), num_waiting=self.num_waiting)
+        if len(admitted) == len(running):  # nobody lacks draft KV
             recent.num_passes = self.num_speculative_tokens
         if isinstance(rule, ExpectedGainLength):
             recent.num_passes = rule.num_passes(
                 batch_size=len(schedule.entries),
                 waiting=(request.num_tokens for request in self.scheduler.waiting),
+                admitted=[request.num_tokens for request in admitted],
                 recent=recent,
             )
+        for request in admitted:
+            request.num_full_passes = recent.num_passes
+        if recent.num_passes < before:
+            for request in running:
+                request.num_full_passes = min(request.num_full_passes, recent.num_passes)
         self.scheduler.num_drafts = recent.num_passes
 
     @property

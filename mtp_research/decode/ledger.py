@@ -224,7 +224,9 @@ class Ledger:
                 is_finite=numbers[0] == 1,
             )
             if len(accepted) > num_rounds:
-                verified[request.num_drafted_per_round[-1], accepted[-1]] += 1
+                most = request.num_full_passes  # others drafted without draft KV
+                num_drafted = min(request.num_drafted_per_round[-1], most)
+                verified[num_drafted, min(accepted[-1], most)] += 1
             if logprobs is not None or request.matcher is not None:
                 note_emitted(request, since=num_tokens, logprobs=logprobs, row=row)
             num_emitted += len(request.token_ids) - num_tokens

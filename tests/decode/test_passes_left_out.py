@@ -49,8 +49,10 @@ class Told(ExpectedGainLength):
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         return recent.num_passes
 
-    def num_passes(self, *, batch_size: int, waiting: object, recent: RecentRounds) -> int:
-        return min(recent.num_passes, *(m for steps, m in self.told if recent.num_steps >= steps))
+    def num_passes(
+        self, *, batch_size: int, waiting: object, admitted: object, recent: RecentRounds
+    ) -> int:
+        return next(m for steps, m in reversed(self.told) if recent.num_steps >= steps)
 
 
 def build(target: Target, heads: MTPHeads, rule: DraftLength, policy: str, k: int = K):
@@ -125,14 +127,21 @@ def test_steps_of_fewer_passes_draft_what_all_passes_would(
         assert shared(made, drafts) > 20
 
 
+@dataclass(frozen=True)
+class Falling(Told):
+    """Never rises by itself."""
+
+    def num_passes(self, *, recent: RecentRounds, **others: object) -> int:
+        return min(recent.num_passes, super().num_passes(recent=recent, **others))
+
+
 def test_all_passes_run_again_once_no_request_lacks_draft_kv(models) -> None:
     sampling = SamplingParams(max_new_tokens=12)
-    decoder, made = build(*models, Told(told=((0, K), (3, 1))), "training")
-    first = decoder.add_request(PROMPTS[0], sampling=sampling, request_id="0")
+    decoder, made = build(*models, Falling(told=((0, K), (3, 1))), "training")
+    decoder.add_request(PROMPTS[0], sampling=sampling, request_id="0")
     while decoder.recent.num_passes == K:
         decoder.step()
-    assert len(first.token_ids) > len(PROMPTS[0]), "it decodes"
-    rule = Told(told=((0, K),))  # nothing more is left out from now on
+    rule = Falling(told=((0, K),))  # nothing more is left out from now on
     decoder.spec = SpecSettings(num_speculative_tokens=K, draft_length=rule)
     decoder.add_request(PROMPTS[2], sampling=sampling, request_id="2")
     while decoder.has_work:
@@ -144,6 +153,44 @@ def test_all_passes_run_again_once_no_request_lacks_draft_kv(models) -> None:
     plain, drafts = build(*models, FixedLength(), "training")
     run(plain, sampling=sampling)
     assert shared(made, drafts) > 40
+
+
+@pytest.mark.parametrize("policy", ["training", "eagle"])
+@pytest.mark.parametrize("least", [0, 1])
+def test_passes_that_come_back_draft_for_the_requests_that_begin_then(
+    models, policy: str, least: int
+) -> None:
+    sampling = SamplingParams(max_new_tokens=24)
+    decoder, made = build(*models, Told(told=((0, K), (2, least), (6, K))), policy)
+    decoder.warm_up(sampling)
+    builds = decoder.num_builds
+    old = decoder.add_request(PROMPTS[0], sampling=sampling, request_id="0")
+    while decoder.recent.num_steps < 6:
+        decoder.step()
+    assert old.num_full_passes == decoder.recent.num_passes == least
+    made.clear()
+    new = decoder.add_request(PROMPTS[1], sampling=sampling, request_id="1")
+    counted = []
+    decoder.recent.add_rounds = lambda count, **numbers: counted.append((count, numbers))
+    while decoder.has_work:
+        decoder.step()
+    assert decoder.recent.num_passes == K
+    assert (old.num_full_passes, new.num_full_passes) == (least, K)
+    plain, drafts = build(*models, FixedLength(), policy)
+    texts = texts_of(run(plain, PROMPTS[:2], sampling=sampling))
+    assert {r.request_id: r.output_token_ids for r in (old, new)} == texts
+    of_new = {place: row for place, row in made.items() if place[0] == "1"}
+    assert shared(of_new, drafts) > 20, "as if the passes had never been left out"
+    assert any(row != drafts[place] for place, row in made.items() if place[0] == "0")
+    assert decoder.num_builds == builds
+    # The rounds of the old request count as far as its passes went, and no further.
+    reached = [0] * K
+    for count, numbers in counted:
+        for position in range(min(numbers["num_accepted"] + 1, numbers["num_drafted"])):
+            reached[position] += count
+    pairs = zip(new.num_drafted_per_round, new.num_accepted_per_round, strict=True)
+    of_new_alone = sum(accepted >= 1 for drafted, accepted in pairs if drafted > 1)
+    assert reached[1] == of_new_alone
 
 
 def test_steps_with_grammars_leave_passes_out_and_all_of_theirs_are_captured(models) -> None:
@@ -231,10 +278,12 @@ def priced(one: tuple[float, float] = (0.5, 0.5), **changes: object) -> RecentRo
     return recent
 
 
-def passes(recent: RecentRounds, *, num_waiting: int = 4) -> int:
-    """What the rule says of eight requests, and of as many prompts of 300 tokens as wait."""
+def passes(recent: RecentRounds, *, num_waiting: int = 4, num_admitted: int = 0) -> int:
+    """What the rule says of eight requests, and of prompts of 300 tokens that wait or begin."""
     rule, waiting = ExpectedGainLength(), itertools.repeat(300, num_waiting)
-    return rule.num_passes(batch_size=8, waiting=waiting, recent=recent)
+    recent.add_admissions(num_admitted, num_waiting=num_waiting)
+    admitted = [300] * num_admitted
+    return rule.num_passes(batch_size=8, waiting=waiting, admitted=admitted, recent=recent)
 
 
 def test_passes_are_left_out_for_two_percent_of_the_time_of_what_is_in_sight() -> None:
@@ -258,11 +307,38 @@ def test_six_percent_are_asked_for_where_nothing_drafts_any_more() -> None:
         assert passes(recent) == expected
 
 
-def test_passes_are_looked_at_now_and_then_once_texts_have_ended_and_never_rise() -> None:
+def test_passes_are_looked_at_now_and_then_once_texts_have_ended() -> None:
     assert passes(priced(num_seen=9)) == passes(priced(num_texts=6.9)) == K
-    recent = priced(num_passes=1)
-    assert passes(recent) == 1
+    recent = priced((9.0, 9.0), num_passes=1)
+    assert passes(recent) == 1, "those left out would pay, but others wait"
     assert ExpectedGainLength().num_drafts(batch_size=8, recent=recent) == 1
+
+
+def test_passes_run_again_once_half_of_the_batch_began_without_a_queue() -> None:
+    def said(recent: RecentRounds, *counts: int) -> list[int]:
+        return [passes(recent, num_waiting=0, num_admitted=count) for count in counts]
+
+    recent = priced((0.9, 0.9), num_passes=1, num_seen=9)  # 1.6 / .9 a second where K makes 2.05
+    assert said(recent, 1, 2, 0, 1, 0) == [1, 1, 1, K, 1], "where a request begins"
+    assert passes(recent, num_admitted=4) == 1, "others wait"
+    assert said(recent, 3, 1) == [1, K], "counted anew"
+    assert recent.num_passes == 1, "the decoder's to change"
+    for seconds, expected in ((0.79, 1), (0.80, K)):  # 2.05 is 1.2 % above 1.6 / .79, .80 2.5 %
+        assert said(priced((seconds, seconds), num_passes=1), 4) == [expected]
+    assert said(priced((0.9, 0.9), num_passes=1, num_texts=6.9), 8) == [1]
+    assert said(priced(), 4) == [K]
+    recent = priced(num_passes=0)
+    recent.times.prices[StepKind(0, False)] = {8: {0: 0.4}}
+    assert said(recent, 4) == [1], "of more the best"
+
+
+def test_passes_run_again_for_prompts_like_those_that_begin() -> None:
+    """Three tokens of prompt for one of output: with them steps of more passes take too long."""
+    recent = priced((0.9, 0.9), num_passes=1, max_rows=64)
+    assert passes(recent, num_waiting=0, num_admitted=4) == K
+    recent.times.prices[StepKind(K, True)] = {64: dict.fromkeys(range(4), 3.0)}
+    recent.times.prices[StepKind(1, True)] = {64: {1: 1.0}}
+    assert passes(recent, num_waiting=0, num_admitted=4) == 1
 
 
 def test_all_steps_take_as_much_more_than_their_price_as_steps_do_now() -> None:

@@ -28,10 +28,12 @@ table of `ExpectedGainLength`.
 
 **Passes can be left out for good**, those beyond the first n: such a step is that of a decoder with
 K = n, in every layer that it writes and reads. Requests that run then lack the draft KV of the
-other passes. These run again in a step whose requests all begin in it, and not before: never while
-requests overlap. `ExpectedGainLength` chooses this as well (`num_passes`) where steps are captured
-and timed, and only while requests wait; not where other ranks or a prefix cache hold on to what
-this one left out.
+other passes for the rest of their lives (`Request.num_full_passes`). When these run again they are
+for requests that begin then: what they draft for the others is verified like any draft, but says
+nothing of what a draft is worth. `ExpectedGainLength` chooses this as well (`num_passes`) where
+steps are captured and timed: passes are left out only while requests wait, and run again in a step
+whose requests all begin in it or once nobody has waited for a while. Not where other ranks or a
+prefix cache hold on to what this one left out.
 
 **Losslessness.** A limit may depend on the past, never on the token just drawn: a draft that is
 kept only when its own probability is high is no draw from the draft distribution, and rejection
@@ -91,6 +93,7 @@ class RecentRounds:
     output_tokens: float = field(init=False)
     last_num_drafts: int | None = None  # of the last step that the host knows
     num_passes: int = field(init=False)  # m, passes that steps run now
+    admitted_since_queue: int = 0  # requests that began since any last waited behind them
 
     def __post_init__(self) -> None:
         self.num_passes = self.plan.num_speculative_tokens
@@ -115,6 +118,10 @@ class RecentRounds:
         """Count a step of any kind."""
         self.num_seen += 1
         self.mixed_share += (1.0 - self._fading) * (has_prompts - self.mixed_share)
+
+    def add_admissions(self, count: int, *, num_waiting: int) -> None:
+        """Count the requests that begin in a step, and see whether others wait behind them."""
+        self.admitted_since_queue = 0 if num_waiting else self.admitted_since_queue + count
 
     def add_text(self, num_output_tokens: int) -> None:
         """Count a request that ended; `half_life_steps` later ones make it count half."""
@@ -428,40 +435,75 @@ class ExpectedGainLength:
             return 0 if run % 2 else recent.plan.num_speculative_tokens
         return best_num_drafts(chances, costs=[1.0 + measured * n for n in numbers])
 
-    def num_passes(self, *, batch_size: int, waiting: Iterable[int], recent: RecentRounds) -> int:
-        """m, passes of a round that run from now on: as many as now, or the fewer that pay best.
+    def num_passes(
+        self,
+        *,
+        batch_size: int,
+        waiting: Iterable[int],
+        admitted: Sequence[int],
+        recent: RecentRounds,
+    ) -> int:
+        """m, passes of a round that run from now on.
 
-        Those left out are so for the requests that run now and for those that follow them, while
-        others wait; then the batch shrinks, where more drafts pay. So fewer passes must take less
-        time for all that is in sight: half of what these requests write, and the prompts and
-        outputs of those that wait, in a batch as large; the other half in one half as large.
-        Outputs are taken to be as long as those that ended of late. It takes 2 % less to leave
-        passes out, and 6 % to leave out the first: then nothing tells any more what drafts are
-        worth.
+        Nothing changes before eight texts have ended, whose outputs say how long others will be.
 
         Args:
             batch_size: requests of this step.
-            waiting: tokens of each text that waits; nothing changes where none does.
+            waiting: tokens of each text that waits.
+            admitted: tokens of each text that begins in this step.
             recent: what was accepted and how long steps take.
         """
-        now = recent.num_passes
-        if recent.num_seen % _CHECK_EVERY or recent.num_texts < _LEAST_TEXTS:
-            return now
-        fewer = {kind.num_passes for kind in recent.times.prices if kind.num_passes < now}
-        prompts, half = list(waiting), max(batch_size // 2, 1)
-        if not (fewer and prompts):
-            return now
-        length = recent.output_tokens / recent.num_texts
-        tokens = (len(prompts) + batch_size / 2) * length, batch_size / 2 * length
-        rows_a_token = sum(prompts) / tokens[0]
+        if recent.num_texts < _LEAST_TEXTS:
+            return recent.num_passes
+        if admitted and 2 * recent.admitted_since_queue >= batch_size:
+            return _more_passes(batch_size, admitted, recent)
+        if recent.num_seen % _CHECK_EVERY == 0 and (prompts := list(waiting)):
+            return _fewer_passes(batch_size, prompts, recent)
+        return recent.num_passes
 
-        def seconds(m: int) -> float:
-            full = recent.rate(m, batch_size, rows_a_token=rows_a_token)
-            return tokens[0] / full + tokens[1] / recent.rate(m, half)
 
-        taken = {m: seconds(m) * (_LEAST_GAIN if m else _LAST_GAIN) for m in fewer}
-        best = min(fewer, key=lambda m: (taken[m], -m))
-        return best if taken[best] <= seconds(now) else now
+def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds) -> int:
+    """As many passes as now, or the fewer that pay best while texts wait.
+
+    Those left out are so for the requests that run now and for those that follow them; once nobody
+    waits the batch shrinks, where more drafts pay. So fewer passes must take less time for all that
+    is in sight: half of what these requests write, and the prompts and outputs of those that wait,
+    in a batch as large; the other half in one half as large. It takes 2 % less to leave passes out,
+    and 6 % to leave out the first: then nothing tells any more what drafts are worth.
+    """
+    now = recent.num_passes
+    fewer = {kind.num_passes for kind in recent.times.prices if kind.num_passes < now}
+    if not fewer:
+        return now
+    length, half = recent.output_tokens / recent.num_texts, max(batch_size // 2, 1)
+    tokens = (len(waiting) + batch_size / 2) * length, batch_size / 2 * length
+    rows_a_token = sum(waiting) / tokens[0]
+
+    def seconds(m: int) -> float:
+        full = recent.rate(m, batch_size, rows_a_token=rows_a_token)
+        return tokens[0] / full + tokens[1] / recent.rate(m, half)
+
+    taken = {m: seconds(m) * (_LEAST_GAIN if m else _LAST_GAIN) for m in fewer}
+    best = min(fewer, key=lambda m: (taken[m], -m))
+    return best if taken[best] <= seconds(now) else now
+
+
+def _more_passes(batch_size: int, admitted: Sequence[int], recent: RecentRounds) -> int:
+    """As many passes as now, or the more that pay best if texts go on to come as these do.
+
+    Those that run lack the draft KV of more passes and gain nothing, so it is for a time in which
+    half of the batch began without a queue: the last prompts of many are few.
+    """
+    now = recent.num_passes
+    length = recent.output_tokens / recent.num_texts
+    rows_a_token = sum(admitted) / (len(admitted) * length)
+    rates = {
+        m: recent.rate(m, batch_size, rows_a_token=rows_a_token)
+        for m in {kind.num_passes for kind in recent.times.prices}
+        if m >= now
+    }
+    best = max(rates, key=lambda m: (rates[m], -m), default=now)
+    return best if best > now and rates[best] >= _LEAST_GAIN * rates[now] else now
 
 
 def expected_tokens(conditional_acceptance: list[float]) -> list[float]:
