@@ -23,7 +23,7 @@ from mtp_research.decode.draft.draft_length import (
 from mtp_research.decode.draft.drafter import VerifiedStep
 from mtp_research.decode.graphs import decode_graphs, mixed_graphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.decode.schedule.request import Schedule
+from mtp_research.decode.schedule.request import Request, Schedule
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.step import DeviceParts
 from mtp_research.heads.stack import MTPHeads
@@ -160,7 +160,7 @@ def test_all_passes_run_again_once_no_request_lacks_draft_kv(models) -> None:
 def test_passes_that_come_back_draft_for_the_requests_that_begin_then(
     models, policy: str, least: int
 ) -> None:
-    sampling = SamplingParams(max_new_tokens=24)
+    sampling = SamplingParams(max_new_tokens=50)
     decoder, made = build(*models, Told(told=((0, K), (2, least), (6, K))), policy)
     decoder.warm_up(sampling)
     builds = decoder.num_builds
@@ -169,6 +169,7 @@ def test_passes_that_come_back_draft_for_the_requests_that_begin_then(
         decoder.step()
     assert old.num_full_passes == decoder.recent.num_passes == least
     made.clear()
+    num_rounds = rounds_that_reach(old, least)
     new = decoder.add_request(PROMPTS[1], sampling=sampling, request_id="1")
     counted = []
     decoder.recent.add_rounds = lambda count, **numbers: counted.append((count, numbers))
@@ -184,13 +185,18 @@ def test_passes_that_come_back_draft_for_the_requests_that_begin_then(
     assert any(row != drafts[place] for place, row in made.items() if place[0] == "0")
     assert decoder.num_builds == builds
     # The rounds of the old request count as far as its passes went, and no further.
-    reached = [0] * K
+    reached = 0
     for count, numbers in counted:
-        for position in range(min(numbers["num_accepted"] + 1, numbers["num_drafted"])):
-            reached[position] += count
-    pairs = zip(new.num_drafted_per_round, new.num_accepted_per_round, strict=True)
-    of_new_alone = sum(accepted >= 1 for drafted, accepted in pairs if drafted > 1)
-    assert reached[1] == of_new_alone
+        within = numbers["num_drafted"] > least and numbers["num_accepted"] >= least
+        reached += count if within else 0
+    assert reached == rounds_that_reach(new, least)
+    assert rounds_that_reach(old, least) > num_rounds
+
+
+def rounds_that_reach(request: Request, position: int) -> int:
+    """Rounds that made the draft at this position, from 0, and accepted all before it."""
+    pairs = zip(request.num_drafted_per_round, request.num_accepted_per_round, strict=True)
+    return sum(drafted > position and accepted >= position for drafted, accepted in pairs)
 
 
 def test_steps_with_grammars_leave_passes_out_and_all_of_theirs_are_captured(models) -> None:
