@@ -164,13 +164,13 @@ def test_passes_that_come_back_draft_for_the_requests_that_begin_then(
     decoder, made = build(*models, Told(told=((0, K), (2, least), (6, K))), policy)
     decoder.warm_up(sampling)
     builds = decoder.num_builds
-    old = decoder.add_request(PROMPTS[0], sampling=sampling, request_id="0")
+    old = decoder.add_request(PROMPTS[1], sampling=sampling, request_id="1")
     while decoder.recent.num_steps < 6:
         decoder.step()
     assert old.num_full_passes == decoder.recent.num_passes == least
     made.clear()
     num_rounds = rounds_that_reach(old, least)
-    new = decoder.add_request(PROMPTS[1], sampling=sampling, request_id="1")
+    new = decoder.add_request(PROMPTS[2], sampling=sampling, request_id="2")
     counted = []
     decoder.recent.add_rounds = lambda count, **numbers: counted.append((count, numbers))
     while decoder.has_work:
@@ -178,11 +178,13 @@ def test_passes_that_come_back_draft_for_the_requests_that_begin_then(
     assert decoder.recent.num_passes == K
     assert (old.num_full_passes, new.num_full_passes) == (least, K)
     plain, drafts = build(*models, FixedLength(), policy)
-    texts = texts_of(run(plain, PROMPTS[:2], sampling=sampling))
-    assert {r.request_id: r.output_token_ids for r in (old, new)} == texts
-    of_new = {place: row for place, row in made.items() if place[0] == "1"}
+    texts = texts_of(run(plain, PROMPTS[:3], sampling=sampling))
+    assert {r.request_id: r.output_token_ids for r in (old, new)} == {
+        name: texts[name] for name in "12"
+    }
+    of_new = {place: row for place, row in made.items() if place[0] == "2"}
     assert shared(of_new, drafts) > 20, "as if the passes had never been left out"
-    assert any(row != drafts[place] for place, row in made.items() if place[0] == "0")
+    assert any(row != drafts[place] for place, row in made.items() if place[0] == "1")
     assert decoder.num_builds == builds
     # The rounds of the old request count as far as its passes went, and no further.
     reached = 0
