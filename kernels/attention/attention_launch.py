@@ -44,11 +44,6 @@ _ALONE_OF_A_WARP, _ALONE_OF_FOUR_WARPS = 1024, 16384
 # Keys of a split whose bounds do not depend on the batch; a multiple of every tile width.
 INVARIANT_SPLIT_KEYS = 256
 MAX_RAGGED = 1024  # requests whose tiles a program counts through
-# Programs of prompt rows that fill the device so many times are not split. Estimated; where tables
-# have few key tiles once is enough: 1, 2 and 3 splits took 32.7, 34.2 and 33.9 us (118 requests of
-# 9 / 3 heads, 26 tiles, one H200).
-_FULL_WAVES = 3
-_FEW_KEY_TILES = 32
 # Start, drain and partial write of a split, in units of one key tile. Estimated, not measured.
 _SPLIT_OVERHEAD_TILES = 2
 # Splits whose merging takes as long as one key tile. Fitted to one to eight requests (one H200).
@@ -61,6 +56,8 @@ _FEW_TILES = 1536
 # less time than with one split each (16 to 64 requests, heads of 128; 128, heads of 64), those of
 # equal length 15 % less to 6 % more, behind a product (one H200; docs/log.md has the table).
 _MOST_SHARED = 4
+# Of parts beside prompts, whose rows have none; 1,024 rows of 32 heads of 128 take half of it.
+_MOST_PART_BYTES = 2**27
 
 
 class LaunchConfig(NamedTuple):
@@ -77,7 +74,7 @@ class Spread(NamedTuple):
 
     config: LaunchConfig
     grid: tuple[int, int]
-    num_query_tiles: int  # of each request, unless they are counted through
+    num_query_tiles: int  # of each request; where they are counted through, of all
     num_splits: int  # at most, of a request
     num_at_once: int  # programs of one KV head that requests share by their lengths, or 0
     num_ragged_requests: int  # whose tiles are counted through, or 0
@@ -209,18 +206,31 @@ def spread_requests(
     if invariant:
         num_splits = ceil_div(max_keys, INVARIANT_SPLIT_KEYS)
     elif num_splits is None:
+        num_programs = num_kv_heads * min(num_ragged, num_tiles)
+        shares = is_batch and config.block_m == 16 and num_query_tiles == 1
+        if has_prompts and is_ragged:
+            part_bytes = 4 * _MOST_SHARED * num_rows * num_heads * value_dim
+            shares = 2 * num_programs > num_slots and part_bytes <= _MOST_PART_BYTES
         num_at_once = 0
-        if is_batch and config.block_m == 16 and num_query_tiles == 1:
+        if shares:
             num_at_once = choose_num_at_once(
-                num_requests, num_kv_heads, max_key_tiles=max_key_tiles, num_slots=num_slots
+                num_requests,
+                num_kv_heads,
+                max_key_tiles=max_key_tiles,
+                num_slots=num_slots,
+                has_prompts=has_prompts,
             )
         if num_at_once:
-            if has_choice and num_sms < num_requests * num_kv_heads <= num_slots:
+            is_tight = is_batch and num_sms < num_requests * num_kv_heads <= num_slots
+            if has_choice and is_tight:
                 config = keep_two_an_sm(config, key_dim=key_dim, value_dim=value_dim)
-            num_programs = num_kv_heads * num_shared_programs(num_requests, num_at_once)
-            return Spread(config, (num_programs, 1), 1, _MOST_SHARED, num_at_once, 0)
+            num_first = num_ragged if has_prompts else num_requests
+            num_further = num_shared_programs(num_requests, num_at_once) - num_requests
+            grid = (num_kv_heads * (num_first + num_further), 1)
+            num_counted = num_requests if has_prompts else 0
+            return Spread(config, grid, num_first, _MOST_SHARED, num_at_once, num_counted)
         num_splits = choose_num_splits(
-            num_kv_heads * min(num_ragged, num_tiles),
+            num_programs,
             max_key_tiles=max_key_tiles,
             num_slots=num_slots,
             has_prompts=has_prompts,
@@ -342,7 +352,12 @@ def keep_two_an_sm(config: LaunchConfig, *, key_dim: int, value_dim: int) -> Lau
 
 
 def choose_num_at_once(
-    num_requests: int, num_kv_heads: int, *, max_key_tiles: int, num_slots: int
+    num_requests: int,
+    num_kv_heads: int,
+    *,
+    max_key_tiles: int,
+    num_slots: int,
+    has_prompts: bool = False,
 ) -> int:
     """Programs of one KV head that requests share by the lengths of their texts, or 0.
 
@@ -352,7 +367,8 @@ def choose_num_at_once(
     """
     num_programs = num_requests * num_kv_heads
     is_tracked = num_requests <= MAX_RAGGED and num_programs <= checks.MAX_SHARED_TILES
-    if not is_tracked or max_key_tiles == 1 or num_programs * _MOST_SHARED <= num_slots:
+    are_few = num_programs * _MOST_SHARED <= num_slots and not has_prompts
+    if not is_tracked or max_key_tiles == 1 or are_few:
         return 0
     return num_slots * ceil_div(num_programs, num_slots) // num_kv_heads  # whole waves
 
@@ -383,14 +399,12 @@ def choose_num_splits(
     (`merges_a_tile` splits, padded to a power of two, are worth a tile; 0: nothing). A tie goes to
     fewer splits, with a cost of merging to more, as texts are shorter than tables. For example 64
     programs of 128 tiles on 132 SMs give 4: 256 programs run in one wave of 264. Rows of prompts
-    (`has_prompts`) are so many that their partial outputs would be a load of their own, and their
-    texts mostly shorter than the table: once they fill the device they are not split.
+    (`has_prompts`) are so many that their partial outputs are a load of their own, and texts mostly
+    shorter than the table: they get no more splits than fill the device once.
     """
-    num_waves = 1 if max_key_tiles <= _FEW_KEY_TILES else _FULL_WAVES
-    if has_prompts and num_programs >= num_waves * num_slots:
-        return 1
+    most = max(num_slots // num_programs, 1) if has_prompts else MAX_SPLITS
     best, best_cost = 1, None
-    for num_splits in range(1, max(1, min(MAX_SPLITS, max_key_tiles)) + 1):
+    for num_splits in range(1, max(1, min(most, MAX_SPLITS, max_key_tiles)) + 1):
         waves = ceil_div(num_programs * num_splits, num_slots)
         cost = waves * (ceil_div(max_key_tiles, num_splits) + _SPLIT_OVERHEAD_TILES)
         if merges_a_tile:

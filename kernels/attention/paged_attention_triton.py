@@ -149,7 +149,7 @@ def attention_kernel(
             begin,
             end,
             split,
-            seq_len,
+            tl.where((RAGGED == 0) | (query_len * GROUP <= BLOCK_M), seq_len, 0),
             all_tiles,
             num_at_once,
             WINDOW,
@@ -429,11 +429,28 @@ def _place_of_program(
     tile, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
     num_tiles, split, all_tiles = tl.num_programs(0) // NUM_KV_HEADS, tl.program_id(1), 0
     if SHARED > 0:
-        num_tiles = num_requests
+        num_tiles = num_query_tiles if RAGGED > 0 else num_requests
         request, split, all_tiles = shared_program(
-            tile, seq_lens, num_requests, num_at_once, WINDOW, BLOCK_N, SHARED, MOST_SHARED
+            tile,
+            num_tiles,
+            seq_lens,
+            query_start_loc,
+            num_requests,
+            num_at_once,
+            GROUP,
+            WINDOW,
+            BLOCK_M,
+            BLOCK_N,
+            RAGGED,
+            SHARED,
+            MOST_SHARED,
         )
-        tile_row = 0
+        tile_row = tl.zeros([], tl.int32)
+        if RAGGED > 0:  # noqa: SIM102 - a constant; what is in it is compiled only then
+            if tile < num_tiles:
+                request, tile_row = tile_of_program(
+                    tile, query_start_loc, num_requests, GROUP, BLOCK_M, RAGGED
+                )
     elif RAGGED > 0:
         request, tile_row = tile_of_program(
             tile, query_start_loc, num_requests, GROUP, BLOCK_M, RAGGED

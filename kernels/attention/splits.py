@@ -7,7 +7,8 @@ output and its log-sum-exp. Who makes one of them, and how many splits there are
 - few requests: all get the same number, and a second launch merges (`merge_splits`);
 - requests that fill a good part of the device (`shared_program`, `shared_span`): each gets its
   share of the programs by the length of its text, one to four. The program of a request that ends
-  last merges its parts; one split writes the result, so that texts of equal length cost no parts;
+  last merges its parts; one split writes the result, so that texts of equal length cost no parts.
+  Beside prompts it is the requests of one tile that share, those that decode;
 - the batch-invariant form: split s holds keys `[s * n, (s + 1) * n)` whatever the batch, and the
   number of splits is what the longest table could hold: the second launch adds them up in rising
   order, so that one without keys changes no bit.
@@ -82,28 +83,38 @@ def split_span(begin, end, split, num_splits, SPLIT_KEYS: tl.constexpr, BLOCK_N:
 @checks.kernel_jit
 def shared_program(
     program,
+    num_first,  # programs of splits 0: R, or tiles of ragged requests
     seq_lens,  # [R] int32
+    query_start_loc,  # [R + 1] int32
     num_requests,
     num_at_once,  # programs that run at the same time, of one KV head
+    GROUP: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 = none
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RAGGED: tl.constexpr,  # 0 = all requests share, else those of one tile
     NUM_LANES: tl.constexpr,  # a power of two >= R
     MOST: tl.constexpr,  # splits at most
 ):
-    """Request and split of the program with this number, and key tiles of all requests.
+    """Request and split of the program with this number, and key tiles of those that share.
 
-    First come all requests' splits 0, whose place does not depend on lengths, then all further
-    splits. A program behind these has no work, and R for a request.
+    First come all splits 0, whose place does not depend on lengths (where requests are ragged,
+    `tile_of_program` says whose they are), then all further splits. A program behind these has no
+    work, and R for a request.
     """
     lanes = tl.arange(0, NUM_LANES)
     is_request = lanes < num_requests
     lens = tl.load(seq_lens + lanes, mask=is_request, other=0)
+    if RAGGED > 0:
+        first = tl.load(query_start_loc + lanes, mask=is_request, other=0)
+        behind = tl.load(query_start_loc + lanes + 1, mask=is_request, other=0)
+        lens = tl.where((first < behind) & ((behind - first) * GROUP <= BLOCK_M), lens, 0)
     tiles = _share_tiles(lens, WINDOW, BLOCK_N)
-    all_tiles = tl.sum(tiles, 0)
+    all_tiles = tl.maximum(tl.sum(tiles, 0), 1)
     request, split = program, tl.zeros([], tl.int32)
-    if program >= num_requests:
+    if program >= num_first:
         further = tl.where(is_request, _share(tiles, all_tiles, num_at_once, MOST) - 1, 0)
-        place = program - num_requests
+        place = program - num_first
         request = tl.sum(((tl.cumsum(further, 0) <= place) & is_request).to(tl.int32), 0)
         split = 1 + place - tl.sum(tl.where(lanes < request, further, 0), 0)
     return request, split, all_tiles
@@ -172,24 +183,52 @@ def merge_parts(
     for split in tl.static_range(MOST):
         mask = is_row & (split < num_splits)
         at = lse + split * stride_split
-        part = tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        highest = tl.maximum(highest, part)
+        part_lse = tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        highest = tl.maximum(highest, part_lse)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.zeros([is_row.shape[0]], tl.float32)
     acc = tl.zeros(inside.shape, tl.float32)
-    for split in tl.static_range(MOST):
-        mask = is_row & (split < num_splits)
-        at = lse + split * stride_split
-        share = tl.exp2(tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg") - base)
-        part = tl.load(
-            partial + split * stride_split * VALUE_DIM,
-            mask=inside & (split < num_splits),
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        total += share
-        acc += part * share[:, None]
+    # Of a larger tile the parts have no room in registers at the same time.
+    if is_row.shape[0] <= 16:
+        for split in tl.static_range(MOST):
+            share, part = _part_of(
+                split, partial, lse, base, num_splits, stride_split, is_row, inside, VALUE_DIM
+            )
+            total += share
+            acc += part * share[:, None]
+    else:
+        for split in tl.range(MOST):
+            share, part = _part_of(
+                split, partial, lse, base, num_splits, stride_split, is_row, inside, VALUE_DIM
+            )
+            total += share
+            acc += part * share[:, None]
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@checks.kernel_jit
+def _part_of(
+    split,
+    partial,
+    lse,
+    base,  # [N], highest log-sum-exp of a row
+    num_splits,
+    stride_split,
+    is_row,
+    inside,
+    VALUE_DIM: tl.constexpr,
+):
+    """Share [N] of a split in the weights, up to a factor of the row, and its partial output."""
+    mask = is_row & (split < num_splits)
+    at = lse + split * stride_split
+    share = tl.exp2(tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg") - base)
+    part = tl.load(
+        partial + split * stride_split * VALUE_DIM,
+        mask=inside & (split < num_splits),
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    return share, part
 
 
 @checks.kernel_jit_once("num_requests", "num_splits", "num_row_heads")

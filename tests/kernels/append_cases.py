@@ -1,5 +1,6 @@
 """Attention that stores the step's rows itself: cases for reference, interpreter and GPU."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +77,31 @@ SHARED_PARTS = {
     "uneven_window_sinks": ([2, 0, 2, 0], [2, 0, 2, 0]),
 }
 
+# Beside a prompt of 40 rows requests of one tile share: of 10, 1, 1 and 3 tiles of 32 keys.
+_BESIDE_PROMPT = AttentionCase(
+    "beside_prompt",
+    (4, 4, 40, 0, 1, 3),
+    (300, 20, 130, 0, 7, 90),
+    num_padded_rows=3,
+    num_splits=None,
+)
+BESIDE_PROMPTS = [
+    _BESIDE_PROMPT,
+    replace(_BESIDE_PROMPT, name="beside_prompt_window_sinks", sliding_window=70, sinks=True),
+    replace(_BESIDE_PROMPT, name="beside_prompt_kv_start", kv_start=(17, 0, 100, 0, 3, 30)),
+    replace(
+        _BESIDE_PROMPT,
+        name="prompts_alone",
+        query_lens=(20, 40, 17, 0, 33, 19),
+        seq_lens=(300, 60, 130, 0, 40, 90),
+    ),
+]
+# Parts of each request; of 15 tiles of 32 keys and 9 of 64, where 6 programs run at once.
+_BESIDE_PARTS = {
+    "beside_prompt": ([4, 0, 0, 0, 0], [3, 0, 0, 0, 0]),
+    "prompts_alone": ([0] * 5, [0] * 5),
+}
+
 
 def check_new_rows(case: AttentionCase, dtype: torch.dtype, *, device: str, backend: str) -> None:
     """Rows that only the call stores are read by it, and are in their pages afterwards.
@@ -113,7 +139,47 @@ def check_shared_splits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As both above, on a device so small that requests share splits by their lengths."""
-    written = []
+    written = _on_one_multiprocessor(monkeypatch)
+    check_new_rows(case, dtype, device=device, backend=backend)
+    check_rotated_rows(case, 8, dtype, device=device, backend=backend)
+    assert not checks.arrivals(torch.empty(0, device=device).device).any()
+    if case.name in SHARED_PARTS:
+        parts = written[-1].lse[:, [0, 4, 8, 10], 0].isfinite().sum(0).tolist()
+        assert parts == SHARED_PARTS[case.name][dtype is not torch.float32]
+
+
+def check_shared_beside_prompts(
+    case: AttentionCase,
+    dtype: torch.dtype,
+    *,
+    device: str,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests of one tile share splits beside prompts, on a device so small that they do."""
+    written = _on_one_multiprocessor(monkeypatch)
+    inputs = make_inputs(case, dtype=dtype)
+    expected = slow_paged_attention(inputs.query, **inputs.keywords(), **slow_arguments(case))
+    inputs = inputs.to(device)
+    keywords = inputs.keywords() | call_arguments(case)
+    out = attend_pages(inputs.query, **keywords, backend=backend).double().cpu()
+    torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype], rtol=0)
+    assert not checks.arrivals(inputs.query.device).any()
+    lse = written[-1].lse
+    assert len(lse) == 4, "nobody shares"
+    if case.name in _BESIDE_PARTS:
+        rows = [start for start, count in zip(_starts(case), case.query_lens, strict=True) if count]
+        parts = lse[:, rows, 0].isfinite().sum(0).tolist()
+        assert parts == _BESIDE_PARTS[case.name][dtype is not torch.float32]
+
+
+def _starts(case: AttentionCase) -> list[int]:
+    return [0, *itertools.accumulate(case.query_lens)][:-1]
+
+
+def _on_one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> list[SplitOutputs]:
+    """Where parts of launches are written, from now on and on a device of one multiprocessor."""
+    written: list[SplitOutputs] = []
 
     def note_parts(*arguments: Any, **keywords: Any) -> SplitOutputs:
         written.append(split_outputs(*arguments, **keywords))
@@ -121,12 +187,7 @@ def check_shared_splits(
 
     monkeypatch.setattr(checks, "num_multiprocessors", lambda device: 1)
     monkeypatch.setattr(attention_launch, "split_outputs", note_parts)
-    check_new_rows(case, dtype, device=device, backend=backend)
-    check_rotated_rows(case, 8, dtype, device=device, backend=backend)
-    assert not checks.arrivals(torch.empty(0, device=device).device).any()
-    if case.name in SHARED_PARTS:
-        parts = written[-1].lse[:, [0, 4, 8, 10], 0].isfinite().sum(0).tolist()
-        assert parts == SHARED_PARTS[case.name][dtype is not torch.float32]
+    return written
 
 
 def _check(

@@ -29,10 +29,12 @@ from mtp_research.kernels.latent.head_product import head_product
 
 from tests.kernels.append_cases import (
     APPEND_CASES,
+    BESIDE_PROMPTS,
     ROTATED_CASES,
     SHARED_CASES,
     check_new_rows,
     check_rotated_rows,
+    check_shared_beside_prompts,
     check_shared_splits,
 )
 from tests.kernels.expert_cases import (
@@ -171,6 +173,20 @@ def test_attention_that_rotates_new_rows_matches_rotated_pages(case, num_dims, d
 )
 def test_attention_whose_requests_share_splits_matches_slow_loop(case, dtype, monkeypatch):
     check_shared_splits(case, dtype, device="cpu", backend="triton", monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, torch.float16) for case in BESIDE_PROMPTS[:2]),
+        *((case, torch.float32) for case in (BESIDE_PROMPTS[0], *BESIDE_PROMPTS[2:])),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_attention_beside_prompts_shares_splits_and_matches_slow_loop(case, dtype, monkeypatch):
+    check_shared_beside_prompts(
+        case, dtype, device="cpu", backend="triton", monkeypatch=monkeypatch
+    )
 
 
 @pytest.mark.parametrize("num_launched", [None, 10])

@@ -13,11 +13,13 @@ from mtp_research.kernels.bench.bench_attention import (
 
 from tests.kernels.append_cases import (
     APPEND_CASES,
+    BESIDE_PROMPTS,
     ROTATED_CASES,
     SHARED_CASES,
     TOLERANCES,
     check_new_rows,
     check_rotated_rows,
+    check_shared_beside_prompts,
     check_shared_splits,
 )
 from tests.kernels.kernel_cases import AttentionCase, call_arguments, make_inputs
@@ -43,6 +45,14 @@ def test_attention_on_gpu_that_rotates_new_rows_matches_rotated_pages(case, num_
 @pytest.mark.parametrize("case", SHARED_CASES, ids=lambda case: case.name)
 def test_attention_on_gpu_whose_requests_share_splits_matches_slow_loop(case, dtype, monkeypatch):
     check_shared_splits(case, dtype, device="cuda", backend="triton", monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("case", BESIDE_PROMPTS, ids=lambda case: case.name)
+def test_attention_on_gpu_beside_prompts_matches_slow_loop(case, dtype, monkeypatch):
+    check_shared_beside_prompts(
+        case, dtype, device="cuda", backend="triton", monkeypatch=monkeypatch
+    )
 
 
 @pytest.mark.parametrize(("num_requests", "num_at_once"), [(30, 33), (60, 66)])

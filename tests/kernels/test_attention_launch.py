@@ -126,12 +126,8 @@ def test_prompts_that_fill_the_device_are_not_split_whatever_the_table_could_hol
     # 8,192 rows of 32/8 heads and 35 requests, with tables of 32,768 tokens.
     sizes = {"max_key_tiles": 512, "num_slots": 264}
     assert choose_num_splits((512 + 35) * 8, **sizes) > 1  # a few waves are evened out a little
-    assert choose_num_splits((512 + 35) * 8, **sizes, has_prompts=True) == 1
-    short = {"max_key_tiles": 26, "num_slots": 264}
-    assert choose_num_splits(300, **short) > 1
-    assert choose_num_splits(300, **short, has_prompts=True) == 1
-    few = choose_num_splits(100, **sizes)
-    assert choose_num_splits(100, **sizes, has_prompts=True) == few > 1
+    for num_programs, expected in (((512 + 35) * 8, 1), (300, 1), (133, 1), (132, 2), (20, 13)):
+        assert choose_num_splits(num_programs, **sizes, has_prompts=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -195,19 +191,47 @@ class Recorder:
 def test_what_a_launch_of_bfloat16_chooses(
     num_requests, query_len, num_heads, expected, monkeypatch
 ):
-    attention, merge = Recorder(), Recorder()
-    monkeypatch.setattr(attention_launch, "attention_kernel", attention)
-    monkeypatch.setattr(splits, "merge_splits_kernel", merge)
-    rows = AttentionRows(
-        torch.zeros(num_requests, 84, dtype=torch.int32),  # tables of 1,344 keys
-        torch.full((num_requests,), 1000, dtype=torch.int32),
-        torch.arange(num_requests + 1, dtype=torch.int32) * query_len,
-        query_len,
+    starts = torch.arange(num_requests + 1, dtype=torch.int32) * query_len
+    (grid, keywords), merges = launched(
+        starts, query_len, num_rows=num_requests * query_len, num_heads=num_heads, patch=monkeypatch
     )
-    query = torch.zeros(num_requests * query_len, num_heads, 128, dtype=torch.bfloat16)
-    pages = PagedKV(*torch.zeros(2, 1, 16, 8, 128, dtype=torch.bfloat16))
-    attention_launch.launch_paged_attention(query, pages, rows, Scoring(1.0))
-    ((grid, keywords),) = attention.launches
-    merges = [keywords["num_warps"] for _, keywords in merge.launches]
     found = (grid, keywords["BLOCK_N"], keywords["num_stages"], keywords["SHARED"])
     assert (*found, merges[0] if merges else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_rows", "expected"),
+    [
+        # grid, requests that are counted through and that share; then warps of the merge
+        pytest.param(33, 1024, ((8 * (64 + 33 + 28), 1), 64, 64, None), id="requests_share"),
+        pytest.param(2, 512, ((8 * (32 + 2 + 6), 1), 2, 2, None), id="one_beside_a_prompt"),
+        pytest.param(3, 64, ((8 * (4 + 3), 4), 4, 0, 1), id="few_programs"),
+        pytest.param(33, 4096, ((8 * (256 + 33), 1), 64, 0, None), id="many_rows"),
+    ],
+)
+def test_how_requests_share_beside_prompts(num_requests, num_rows, expected, monkeypatch):
+    starts = torch.zeros(num_requests + 1, dtype=torch.int32)
+    (grid, keywords), merges = launched(
+        starts, num_rows, num_rows=num_rows, num_heads=32, patch=monkeypatch
+    )
+    found = (grid, keywords["RAGGED"], keywords["SHARED"])
+    assert (*found, merges[0] if merges else None) == expected
+
+
+def launched(starts, query_len, *, num_rows, num_heads, patch):
+    """Grid and constants of a launch of bfloat16, tables of 1,344 keys, and warps of its merges."""
+    attention, merge = Recorder(), Recorder()
+    patch.setattr(attention_launch, "attention_kernel", attention)
+    patch.setattr(splits, "merge_splits_kernel", merge)
+    num_requests = len(starts) - 1
+    rows = AttentionRows(
+        torch.zeros(num_requests, 84, dtype=torch.int32),
+        torch.full((num_requests,), 1000, dtype=torch.int32),
+        starts,
+        query_len,
+    )
+    query = torch.zeros(num_rows, num_heads, 128, dtype=torch.bfloat16)
+    pages = PagedKV(*torch.zeros(2, 1, 16, 8, 128, dtype=torch.bfloat16))
+    attention_launch.launch_paged_attention(query, pages, rows, Scoring(1.0))
+    (launch,) = attention.launches
+    return launch, [keywords["num_warps"] for _, keywords in merge.launches]

@@ -94,6 +94,16 @@ SHAPES = {
     "verify_narrow_tiles": Shape(4, new_rows=True, rotary_dim=128, num_keys=8 * 1024),
     "prefill": Shape(512, split=False),
     "prefill_ragged": Shape(512, split=False, num_ragged=33),
+    "prefill_ragged_shared": Shape(512, num_ragged=33, shared=True),
+    "prefill_ragged_shared_head_dim_64": narrow(
+        64, 512, num_heads=9, num_kv_heads=3, num_ragged=32, shared=True
+    ),
+    "prefill_ragged_shared_head_dim_256": Shape(
+        512, 16, 2, key_dim=256, value_dim=256, num_ragged=32, shared=True
+    ),
+    "prefill_ragged_shared_window_sinks_positions": Shape(
+        64, sliding_window=128, optional=True, num_ragged=32, shared=True
+    ),
     "verify_window_sinks_positions": Shape(4, sliding_window=128, optional=True, new_rows=True),
     "prefill_window_sinks_positions": Shape(64, sliding_window=128, optional=True, split=False),
     "head_dim_64": Shape(4, num_heads=16, num_kv_heads=4, key_dim=64, value_dim=64, new_rows=True),
