@@ -637,7 +637,8 @@ class SpecDecoder:
         return [one.graphs for one in self._devices.values() if one.graphs is not None]
 
     def _verifying(self, entries: Sequence[Scheduled], limit: int) -> list[Scheduled]:
-        if not self.scheduler.deferred or limit == self.num_speculative_tokens:
+        # Those that decode come first, and have as many rows each.
+        if not entries or not self.scheduler.deferred or entries[0].verifying(limit) is entries[0]:
             return list(entries)
         return [entry.verifying(limit) for entry in entries]
 

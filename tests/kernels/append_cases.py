@@ -92,7 +92,7 @@ BESIDE_PROMPTS = [
     replace(
         _BESIDE_PROMPT,
         name="prompts_alone",
-        query_lens=(20, 40, 17, 0, 33, 19),
+        query_lens=(35, 40, 37, 0, 33, 39),
         seq_lens=(300, 60, 130, 0, 40, 90),
     ),
 ]
