@@ -82,18 +82,24 @@ def test_table_of_speeds_is_the_stored_one() -> None:
         assert f"| {' | '.join(cells)} |\n" in PAGE
         best.append(max(fixed, key=lambda row: row[END_TO_END])["num_drafts"])
         spreads[batch] = max(_spread(row) for row in rows)
-    assert best == [3, 2, 1, 1]
+    assert best == [3, 2, 2, 1]
     assert "is 3 at batch 1, 2 at batch 8 and 1 at batch 128; at batch 32 passes differ by" in PAGE
     rates = [row[END_TO_END] for row in speeds_by_batch()[32][1:4]]
     assert spreads[32] > max(rates) / min(rates) - 1
     one = fixed[0]  # at batch 128
     assert one[f"{END_TO_END}_low"] > high
-    assert fixed[2][f"{END_TO_END}_low"] < high < fixed[2][END_TO_END]
+    assert fixed[2][f"{END_TO_END}_low"] < high
+    assert low < fixed[2][f"{END_TO_END}_high"]
     assert f"K = 3 is {fixed[2][END_TO_END] / plain[END_TO_END]:.2f} times, with passes" in PAGE
     assert f"K = 1 is {one[END_TO_END] / plain[END_TO_END]:.2f} times K = 0, its slowest" in PAGE
     assert f"do not pay](guide.md#fewer-drafts-and-fewer-passes), and is {gain:.3f} times" in PAGE
+    at_32, at_8 = (
+        1 - rows[5][END_TO_END] / max(row[END_TO_END] for row in rows[1:4])
+        for rows in (speeds_by_batch()[32], speeds_by_batch()[8])
+    )
+    behind = f"it is {at_32:.0%} behind the best K, at batch 8 {at_8:.0%}.".replace("%", " %")
     fewer = speeds_by_batch()[32]
-    assert f"At batch 32, {fewer[5][END_TO_END] / fewer[4][END_TO_END]:.3f} times, two" in PAGE
+    assert f"At batch 32, {fewer[5][END_TO_END] / fewer[4][END_TO_END]:.3f} times, {behind}" in PAGE
     again = [one / speeds_again()[0] for one in speeds_again()[1:]]
     words = "(4611e9a) gave {:.2f}, {:.2f} and {:.2f} times for K = 1, 2 and 3".format
     assert words(*again) in PAGE

@@ -1,4 +1,6 @@
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -235,3 +237,38 @@ def launched(starts, query_len, *, num_rows, num_heads, patch):
     attention_launch.launch_paged_attention(query, pages, rows, Scoring(1.0))
     (launch,) = attention.launches
     return launch, [keywords["num_warps"] for _, keywords in merge.launches]
+
+
+def test_table_of_attention_beside_prompts_is_the_stored_one():
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "benchmarks.md").read_text(encoding="utf8")
+    stored = json.loads((docs / "results" / "beside_prompts.json").read_text(encoding="utf8"))
+    lines = {
+        f"| {row['heads']} | {row['num_requests']} | {row['num_rows']:,} | {row['texts']} "
+        f"| {row['table']:,} | {row['us_before']} ({row['splits_before']}) | {row['us']} "
+        f"| {row['us_by_splits']['1']} |"
+        for row in stored["rows"]
+    }
+    part = page.partition("### Attention beside prompts")[2].partition("\n## ")[0]
+    shown = [line for line in part.splitlines() if line[:3] in ("| 9", "| 3")]
+    assert len(shown) == 9
+    assert lines.issuperset(shown)
+    changes = [row["us"] / row["us_before"] for row in stored["rows"]]
+    faster, equal = sum(one < 0.99 for one in changes), sum(0.99 <= one <= 1.01 for one in changes)
+    words = {2: "two", 3: "three", 4: "four"}[equal]
+    assert f"Of the {len(changes)} cases {faster} are faster than before, {words} as fast" in part
+    for limit in (2048, 8192):
+        rates = [
+            " and ".join(
+                f"{one['tokens_per_s']:,}"
+                for one in stored["passes"]
+                if (one["code"], one["max_model_len"]) == (code, limit)
+            )
+            for code in ("before", "since")
+        ]
+        words = f"{rates[0]} before and {rates[1]} since with"
+        assert words in part
+    replays = [
+        f"{one['replay_ms_with_prompt_rows']:.2f}" for one in stored["passes"] if one["pass"] == 2
+    ]
+    assert "measured {0} to {2} and {1} to {3})".format(*replays) in part
