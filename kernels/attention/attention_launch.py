@@ -54,7 +54,9 @@ MERGES_A_TILE = 12
 _FEW_TILES = 1536
 # Splits of a request that shares them. Texts of 29 to 1,491 tokens, 400 on average, took 5 to 42 %
 # less time than with one split each (16 to 64 requests, heads of 128; 128, heads of 64), those of
-# equal length 15 % less to 6 % more, behind a product (one H200; docs/log.md has the table).
+# equal length 15 % less to 6 % more, behind a product (one H200; docs/log.md has the table). Beside
+# prompts, where splits had followed the longest table, 20 cases took 57 % less to 49 % more, half of
+# them 24 % less or better (docs/results/beside_prompts.json).
 _MOST_SHARED = 4
 # Of parts beside prompts, whose rows have none; 1,024 rows of 32 heads of 128 take half of it.
 _MOST_PART_BYTES = 2**27
@@ -208,7 +210,7 @@ def spread_requests(
     elif num_splits is None:
         num_programs = num_kv_heads * min(num_ragged, num_tiles)
         shares = is_batch and config.block_m == 16 and num_query_tiles == 1
-        if has_prompts and is_ragged:
+        if has_prompts and is_ragged:  # with fewer programs prompts behind long texts need splits
             part_bytes = 4 * _MOST_SHARED * num_rows * num_heads * value_dim
             shares = 2 * num_programs > num_slots and part_bytes <= _MOST_PART_BYTES
         num_at_once = 0
@@ -224,10 +226,9 @@ def spread_requests(
             is_tight = is_batch and num_sms < num_requests * num_kv_heads <= num_slots
             if has_choice and is_tight:
                 config = keep_two_an_sm(config, key_dim=key_dim, value_dim=value_dim)
-            num_first = num_ragged if has_prompts else num_requests
+            num_first, num_counted = (num_ragged, num_requests) if is_ragged else (num_requests, 0)
             num_further = num_shared_programs(num_requests, num_at_once) - num_requests
             grid = (num_kv_heads * (num_first + num_further), 1)
-            num_counted = num_requests if has_prompts else 0
             return Spread(config, grid, num_first, _MOST_SHARED, num_at_once, num_counted)
         num_splits = choose_num_splits(
             num_programs,
