@@ -54,9 +54,9 @@ MERGES_A_TILE = 12
 _FEW_TILES = 1536
 # Splits of a request that shares them. Texts of 29 to 1,491 tokens, 400 on average, took 5 to 42 %
 # less time than with one split each (16 to 64 requests, heads of 128; 128, heads of 64), those of
-# equal length 15 % less to 6 % more, behind a product (one H200; docs/log.md has the table). Beside
-# prompts, where splits had followed the longest table, 20 cases took 57 % less to 49 % more, half of
-# them 24 % less or better (docs/results/beside_prompts.json).
+# equal length 15 % less to 6 % more, behind a product (one H200; docs/log.md has the table).
+# Beside prompts, where splits had followed the longest table, 20 cases took 57 % less to 49 % more,
+# half of them 24 % less or better (docs/results/beside_prompts.json).
 _MOST_SHARED = 4
 # Of parts beside prompts, whose rows have none; 1,024 rows of 32 heads of 128 take half of it.
 _MOST_PART_BYTES = 2**27
@@ -401,9 +401,9 @@ def choose_num_splits(
     fewer splits, with a cost of merging to more, as texts are shorter than tables. For example 64
     programs of 128 tiles on 132 SMs give 4: 256 programs run in one wave of 264. Rows of prompts
     (`has_prompts`) are so many that their partial outputs are a load of their own, and texts mostly
-    shorter than the table: they get no more splits than fill the device once.
+    shorter than the table: they get no more splits than fill the device twice.
     """
-    most = max(num_slots // num_programs, 1) if has_prompts else MAX_SPLITS
+    most = max(2 * num_slots // num_programs, 1) if has_prompts else MAX_SPLITS
     best, best_cost = 1, None
     for num_splits in range(1, max(1, min(most, MAX_SPLITS, max_key_tiles)) + 1):
         waves = ceil_div(num_programs * num_splits, num_slots)

@@ -128,7 +128,7 @@ def test_prompts_that_fill_the_device_are_not_split_whatever_the_table_could_hol
     # 8,192 rows of 32/8 heads and 35 requests, with tables of 32,768 tokens.
     sizes = {"max_key_tiles": 512, "num_slots": 264}
     assert choose_num_splits((512 + 35) * 8, **sizes) > 1  # a few waves are evened out a little
-    for num_programs, expected in (((512 + 35) * 8, 1), (300, 1), (133, 1), (132, 2), (20, 13)):
+    for num_programs, expected in (((512 + 35) * 8, 1), (300, 1), (133, 3), (132, 2), (20, 13)):
         assert choose_num_splits(num_programs, **sizes, has_prompts=True) == expected
 
 
