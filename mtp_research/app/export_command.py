@@ -14,6 +14,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from mtp_research.config.ranges import OptionParser
 from mtp_research.config.schema import VERSIONS
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.backends.transformers_backend import library_steps
@@ -177,7 +178,7 @@ def _signed(estimate: Estimate) -> str:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m mtp_research export",
         description="Write heads in the tensor names of the target's family: links to the target's "
         "files and one new shard, in bfloat16 or the dtypes of the target's own modules.",

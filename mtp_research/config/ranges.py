@@ -2,15 +2,17 @@
 
 A dataclass field states its range or its choices in its metadata (`within`, `above`, `one_of`); the
 comment at it is its meaning. A fault line says which key, what was expected, what was got and
-the override that fixes it. Rules between keys stand in `rules`.
+the override that fixes it. Rules between keys stand in `rules`. `OptionParser` is for commands that
+take options in place of keys.
 """
 
+import argparse
 import ast
 import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from types import NoneType
@@ -129,6 +131,21 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     found += difflib.get_close_matches(word, known, n=3, cutoff=0.5)
     names = list(dict.fromkeys(found))[:3]
     return f"; nearest: {', '.join(names)}" if names else ""
+
+
+class OptionParser(argparse.ArgumentParser):
+    """As argparse's; the line on an option that is not there names those that are near."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
+        """The options; ends the program with a line and code 2 where they are not legal."""
+        found, others = self.parse_known_args(args, namespace)
+        if others:
+            names = (name for action in self._actions for name in action.option_strings)
+            near = nearest(others[0].partition("=")[0], names)
+            self.error(f"unrecognized arguments: {' '.join(others)}{near}")
+        return found
 
 
 def fault_line(key: str, item: Field, value: object) -> str:

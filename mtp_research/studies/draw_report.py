@@ -10,13 +10,13 @@ a number), `tables.md`, `tables/*.tex` and `charts/*.svg`, `.pdf` and `.png`. Ev
 computed again from the counters of the files, and must equal the stored one.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_research.config.ranges import OptionParser
 from mtp_research.evaluation.report.stored import PACKED_FILE, RESULTS_FILE, read_runs
 from mtp_research.evaluation.stats.fault_study import STUDY_FILE
 from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE
@@ -35,7 +35,7 @@ _FILES = (MATRIX_FILE, STUDY_FILE, *_RESULTS, METRICS_FILE)
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report; returns the exit code: 0, 2 arguments, 3 integrity, 4 environment."""
     about = "One HTML page, CSV, LaTeX, Markdown and charts from the results of runs."
-    parser = argparse.ArgumentParser(prog="python -m mtp_research report", description=about)
+    parser = OptionParser(prog="python -m mtp_research report", description=about)
     taken = "a file, its folder, or a folder of such folders"
     parser.add_argument("results", nargs="+", type=Path, help=taken)
     parser.add_argument("--out", type=Path, help="default: `report` beside the first file")

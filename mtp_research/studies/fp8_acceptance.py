@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtp_research.config.ranges import OptionParser
 from mtp_research.evaluation.report.stored import RESULTS_FILE, recompute
 from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.stats.outcome import ConditionResult
@@ -48,9 +49,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 def main() -> int:
     """Copy, train, evaluate, compare."""
-    parser = argparse.ArgumentParser(
-        usage="python -m mtp_research.studies.fp8_acceptance --out FOLDER"
-    )
+    parser = OptionParser(usage="python -m mtp_research.studies.fp8_acceptance --out FOLDER")
     add = parser.add_argument
     add("--out", type=Path, required=True)
     add("--model", default="lab_deep", help="of conf/model, with shipped chain_n3 heads")

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
+from mtp_research.config.ranges import OptionParser
 from mtp_research.config.schema import WEIGHTS, EngineConfig
 from mtp_research.data.row_forms import Question, read_questions
 from mtp_research.data.server import find_server
@@ -390,7 +391,7 @@ def _check_settings(
 def _parser() -> argparse.ArgumentParser:
     about = "Answers of the target as training text."
     name = "python -m mtp_research.studies.regenerate"
-    parser = argparse.ArgumentParser(prog=name, description=about)
+    parser = OptionParser(prog=name, description=about)
     add = parser.add_argument
     add("--target", required=True, help="folder or hub id of the target")
     add("--output", type=Path, required=True, help="JSONL file, appended to")

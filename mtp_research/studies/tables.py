@@ -18,7 +18,6 @@ formulas, or holds figures that its own counters do not give. Letters: K drafts 
 modules.
 """
 
-import argparse
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from typing import cast
 
 import numpy as np
 
+from mtp_research.config.ranges import OptionParser
 from mtp_research.config.schema import VERIFY_RULES, SamplingConfig, SpecConfig, VerifyOptions
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.decode.verify.verify_rules import is_lossless
@@ -79,7 +79,7 @@ _POLICY_HEADER = ("head", "N", "K", "policy", "module rows per step", *(f"{x} %"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m mtp_research tables`; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m mtp_research tables", description="Print a table of stored results."
     )
     commands = parser.add_subparsers(dest="command", required=True)

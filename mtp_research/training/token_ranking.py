@@ -7,7 +7,6 @@ Counts the answer tokens of the documents that heads train on (held-out document
 writes `token_ranking.json` into the head folder. Letter: V vocabulary.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mtp_research.config.ranges import OptionParser
 from mtp_research.config.training_schema import DataConfig
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.heads.draft_vocabulary import RANKING_FILE, write_ranking
@@ -39,7 +39,7 @@ def count_answer_tokens(documents: Sequence[EncodedDocument], *, vocab_size: int
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Count, write and print what share of the answers each size covers."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = OptionParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--head", type=Path, required=True, help="folder of the heads")
     parser.add_argument("--target", required=True, help="folder or hub id of the target")
     parser.add_argument("--data", required=True, help="documents that the heads learn from")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mtp_research import __main__ as entries
+from mtp_research.app import export_command
 from mtp_research.app.cli import run_entry
 from mtp_research.config.schema import EvalConfig, ModelConfig, TrainConfig
 from mtp_research.config.training_schema import DataConfig
@@ -18,7 +19,7 @@ from mtp_research.pretrain import pretrain
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.runtime.files import run_lock
 from mtp_research.runtime.provenance import write_run_folder
-from mtp_research.studies import fault_price, policy_matrix
+from mtp_research.studies import draw_report, fault_price, policy_matrix, regenerate
 from mtp_research.training import loop, setup
 
 NULL_HEAD = ["spec.head=null", "prompts.max_prompts=1"]
@@ -189,3 +190,25 @@ def test_evaluation_is_described_when_its_folder_is_known_to_take_it(
     monkeypatch.setattr(module, name, work)
     entries.run_evaluation(config, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["task"] == task
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "expected"),
+    [
+        (regenerate.main, ["--target=t", "--output=o", "--temprature=0"], "--temperature"),
+        (export_command.main, ["--model=m", "--head=h", "--out=o", "--fro", "vllm"], "--for"),
+        (draw_report.main, ["folder", "--ouu", "page"], "--out"),
+    ],
+)
+def test_an_option_that_is_not_there_is_told_with_those_near(
+    command: Callable[[list[str]], object],
+    words: list[str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(words)
+    assert ended.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "unrecognized arguments: --" in line
+    assert f"; nearest: {expected}" in line
