@@ -58,7 +58,8 @@ _FEW_TILES = 1536
 # Beside prompts, where splits had followed the longest table, 20 cases took 57 % less to 49 % more,
 # half of them 24 % less or better (docs/results/beside_prompts.json).
 _MOST_SHARED = 4
-# Of parts beside prompts, whose rows have none; 1,024 rows of 32 heads of 128 take half of it.
+# The most bytes of parts beside prompts. Rows of prompts leave none, but there is room for them: of
+# 1,024 rows with 32 heads of 128 half of this.
 _MOST_PART_BYTES = 2**27
 
 
@@ -76,7 +77,8 @@ class Spread(NamedTuple):
 
     config: LaunchConfig
     grid: tuple[int, int]
-    num_query_tiles: int  # of each request; where they are counted through, of all
+    # of each request; where ragged requests share splits, of all together
+    num_query_tiles: int
     num_splits: int  # at most, of a request
     num_at_once: int  # programs of one KV head that requests share by their lengths, or 0
     num_ragged_requests: int  # whose tiles are counted through, or 0
@@ -362,6 +364,7 @@ def choose_num_at_once(
 ) -> int:
     """Programs of one KV head that requests share by the lengths of their texts, or 0.
 
+    Beside prompts (`has_prompts`) prompts fill the device, and few requests share as well.
     0: each gets the same number of splits. Sharing takes no second launch, and pays once requests
     alone fill a good part of the `num_slots` programs that run at once: then equal texts need no
     splits, and one that is much longer than the others holds all up unless it is split.

@@ -423,7 +423,7 @@ def _place_of_program(
 ):
     """Tile and number of tiles, request and first packed row, KV head and split of a program.
 
-    Last, where requests share splits, key tiles of all requests; else 0. KV heads are beside each
+    Last, where requests share splits, key tiles of those that do; else 0. KV heads are beside each
     other, so that prompts of all heads come first, and programs without work last.
     """
     tile, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS

@@ -152,7 +152,7 @@ def shared_span(
 ):
     """As `split_span`, and the number of the request's splits that hold keys."""
     share = _share(_share_tiles(seq_len, WINDOW, BLOCK_N), all_tiles, num_at_once, MOST)
-    num_tiles = tl.cdiv(end - begin, BLOCK_N)
+    num_tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 0)  # all keys may lie below `kv_start`
     tiles_per_split = num_tiles
     for count in tl.static_range(2, MOST + 1):
         tiles_per_split = tl.where(share == count, tl.cdiv(num_tiles, count), tiles_per_split)

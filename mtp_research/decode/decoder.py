@@ -611,14 +611,15 @@ class SpecDecoder:
         if len(self._devices) == 1:
             return
         before, admitted = recent.num_passes, schedule.admitted
-        recent.add_admissions(len(admitted), num_waiting=self.num_waiting)
+        num_tokens = [request.num_tokens for request in admitted]
+        recent.add_admissions(num_tokens, is_queue=self.num_waiting > 0)
         if len(admitted) == len(running):  # nobody lacks draft KV
             recent.num_passes = self.num_speculative_tokens
         if isinstance(rule, ExpectedGainLength):
             recent.num_passes = rule.num_passes(
-                batch_size=len(schedule.entries),
+                batch_size=len(running),
                 waiting=(request.num_tokens for request in self.scheduler.waiting),
-                admitted=[request.num_tokens for request in admitted],
+                is_admitting=bool(admitted),
                 recent=recent,
             )
         for request in admitted:

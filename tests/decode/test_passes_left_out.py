@@ -50,12 +50,14 @@ class Told(ExpectedGainLength):
         return recent.num_passes
 
     def num_passes(
-        self, *, batch_size: int, waiting: object, admitted: object, recent: RecentRounds
+        self, *, batch_size: int, waiting: object, is_admitting: bool, recent: RecentRounds
     ) -> int:
         return next(m for steps, m in reversed(self.told) if recent.num_steps >= steps)
 
 
-def build(target: Target, heads: MTPHeads, rule: DraftLength, policy: str, k: int = K):
+def build(
+    target: Target, heads: MTPHeads, rule: DraftLength, policy: str, k: int = K, **changes: object
+):
     """A decoder whose steps are captured, prompt rows or not, and the drafts that it makes."""
     engine = EngineConfig(
         max_num_requests=3,
@@ -65,6 +67,7 @@ def build(target: Target, heads: MTPHeads, rule: DraftLength, policy: str, k: in
         audit=False,
         cuda_graphs=True,
         capture_mixed=True,
+        **changes,
     )
     spec = SpecSettings(policy=policy, num_speculative_tokens=k, draft_length=rule)
     decoder, made = SpecDecoder(target, heads, spec=spec, engine=engine), {}
@@ -289,9 +292,10 @@ def priced(one: tuple[float, float] = (0.5, 0.5), **changes: object) -> RecentRo
 def passes(recent: RecentRounds, *, num_waiting: int = 4, num_admitted: int = 0) -> int:
     """What the rule says of eight requests, and of prompts of 300 tokens that wait or begin."""
     rule, waiting = ExpectedGainLength(), itertools.repeat(300, num_waiting)
-    recent.add_admissions(num_admitted, num_waiting=num_waiting)
-    admitted = [300] * num_admitted
-    return rule.num_passes(batch_size=8, waiting=waiting, admitted=admitted, recent=recent)
+    recent.add_admissions([200, 400] * (num_admitted // 2), is_queue=num_waiting > 0)
+    recent.add_admissions([300] * (num_admitted % 2), is_queue=num_waiting > 0)
+    is_admitting = num_admitted > 0
+    return rule.num_passes(batch_size=8, waiting=waiting, is_admitting=is_admitting, recent=recent)
 
 
 def test_passes_are_left_out_for_two_percent_of_the_time_of_what_is_in_sight() -> None:
@@ -338,6 +342,31 @@ def test_passes_run_again_once_half_of_the_batch_began_without_a_queue() -> None
     recent = priced(num_passes=0)
     recent.times.prices[StepKind(0, False)] = {8: {0: 0.4}}
     assert said(recent, 4) == [1], "of more the best"
+
+
+def test_what_is_known_of_drafts_stays_while_their_passes_are_left_out() -> None:
+    recent = priced(num_passes=1)
+    known = recent.conditional_acceptance()
+    for _ in range(2000):
+        recent.add_rounds(8, num_drafted=1, num_accepted=1)
+        recent.end_step(num_drafts=1, seconds=None, batch_size=8)
+    assert recent.conditional_acceptance()[0] > 0.9
+    assert recent.conditional_acceptance()[1:] == known[1:]
+
+
+def test_the_batch_is_all_that_runs(models) -> None:
+    """Where a step holds prompts alone, as well."""
+    sizes = []
+
+    class Noted(ExpectedGainLength):
+        def num_passes(self, *, batch_size: int, recent: RecentRounds, **_: object) -> int:
+            sizes.append((batch_size, len(decoder.scheduler.running)))
+            return recent.num_passes
+
+    decoder, _ = build(*models, Noted(), "training", mixed_batches=False)
+    run(decoder, sampling=SamplingParams(max_new_tokens=8))
+    assert all(size == num_running for size, num_running in sizes)
+    assert (3, 3) in sizes
 
 
 def test_passes_run_again_for_prompts_like_those_that_begin() -> None:

@@ -88,7 +88,14 @@ _BESIDE_PROMPT = AttentionCase(
 BESIDE_PROMPTS = [
     _BESIDE_PROMPT,
     replace(_BESIDE_PROMPT, name="beside_prompt_window_sinks", sliding_window=70, sinks=True),
-    replace(_BESIDE_PROMPT, name="beside_prompt_kv_start", kv_start=(17, 0, 100, 0, 3, 30)),
+    # Tiles of the prompt see no key at all, and end more than a tile of keys before `kv_start`.
+    replace(
+        _BESIDE_PROMPT,
+        name="beside_prompt_kv_start",
+        query_lens=(4, 4, 200, 0, 1, 3),
+        seq_lens=(300, 20, 260, 0, 7, 90),
+        kv_start=(17, 0, 200, 0, 3, 30),
+    ),
     replace(
         _BESIDE_PROMPT,
         name="prompts_alone",

@@ -32,8 +32,8 @@ other passes for the rest of their lives (`Request.num_full_passes`). When these
 for requests that begin then: what they draft for the others is verified like any draft, but says
 nothing of what a draft is worth. `ExpectedGainLength` chooses this as well (`num_passes`) where
 steps are captured and timed: passes are left out only while requests wait, and run again in a step
-whose requests all begin in it or once nobody has waited for a while. Not where other ranks or a
-prefix cache hold on to what this one left out.
+whose requests all begin in it, or once as many as half of a batch have begun and left nobody
+waiting. Not where other ranks or a prefix cache hold on to what this one left out.
 
 **Losslessness.** A limit may depend on the past, never on the token just drawn: a draft that is
 kept only when its own probability is high is no draw from the draft distribution, and rejection
@@ -93,7 +93,9 @@ class RecentRounds:
     output_tokens: float = field(init=False)
     last_num_drafts: int | None = None  # of the last step that the host knows
     num_passes: int = field(init=False)  # m, passes that steps run now
-    admitted_since_queue: int = 0  # requests that began since any last waited behind them
+    # requests that began since any last waited behind them, and the tokens of their texts then
+    num_unqueued: int = 0
+    unqueued_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.num_passes = self.plan.num_speculative_tokens
@@ -119,9 +121,13 @@ class RecentRounds:
         self.num_seen += 1
         self.mixed_share += (1.0 - self._fading) * (has_prompts - self.mixed_share)
 
-    def add_admissions(self, count: int, *, num_waiting: int) -> None:
-        """Count the requests that begin in a step, and see whether others wait behind them."""
-        self.admitted_since_queue = 0 if num_waiting else self.admitted_since_queue + count
+    def add_admissions(self, num_tokens: Sequence[int], *, is_queue: bool) -> None:
+        """Count texts that begin in a step, by their tokens; anew where others wait behind them."""
+        if is_queue:
+            self.num_unqueued = self.unqueued_tokens = 0
+        elif num_tokens:
+            self.num_unqueued += len(num_tokens)
+            self.unqueued_tokens += sum(num_tokens)
 
     def add_text(self, num_output_tokens: int) -> None:
         """Count a request that ended; `half_life_steps` later ones make it count half."""
@@ -134,9 +140,10 @@ class RecentRounds:
         The time is kept only if the step before made as many: a step verifies what that one
         drafted, so after a change it prices neither number.
         """
-        fading = self._fading
-        self.reached = [weight * fading for weight in self.reached]
-        self.accepted = [weight * fading for weight in self.accepted]
+        # Of passes that do not run nothing new is learnt: what was known of their drafts stays.
+        for position in range(self.num_passes):
+            self.reached[position] *= self._fading
+            self.accepted[position] *= self._fading
         self.num_steps += 1
         if seconds is not None and num_drafts == self.last_num_drafts:
             times = self.step_seconds.setdefault(num_drafts, deque(maxlen=_NUM_TIMES))
@@ -440,7 +447,7 @@ class ExpectedGainLength:
         *,
         batch_size: int,
         waiting: Iterable[int],
-        admitted: Sequence[int],
+        is_admitting: bool,
         recent: RecentRounds,
     ) -> int:
         """m, passes of a round that run from now on.
@@ -448,15 +455,16 @@ class ExpectedGainLength:
         Nothing changes before eight texts have ended, whose outputs say how long others will be.
 
         Args:
-            batch_size: requests of this step.
+            batch_size: requests that run.
             waiting: tokens of each text that waits.
-            admitted: tokens of each text that begins in this step.
-            recent: what was accepted and how long steps take.
+            is_admitting: whether a text begins in this step.
+            recent: what was accepted, how long steps take, and who began without a queue.
         """
         if recent.num_texts < _LEAST_TEXTS:
             return recent.num_passes
-        if admitted and 2 * recent.admitted_since_queue >= batch_size:
-            return _more_passes(batch_size, admitted, recent)
+        is_less = recent.num_passes < len(recent.reached)
+        if is_less and is_admitting and 2 * recent.num_unqueued >= batch_size:
+            return _more_passes(batch_size, recent)
         if recent.num_seen % _CHECK_EVERY == 0 and (prompts := list(waiting)):
             return _fewer_passes(batch_size, prompts, recent)
         return recent.num_passes
@@ -488,15 +496,15 @@ def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds)
     return best if taken[best] <= seconds(now) else now
 
 
-def _more_passes(batch_size: int, admitted: Sequence[int], recent: RecentRounds) -> int:
-    """As many passes as now, or the more that pay best if texts go on to come as these do.
+def _more_passes(batch_size: int, recent: RecentRounds) -> int:
+    """As many passes as now, or the more that pay best if texts go on to come as of late.
 
     Those that run lack the draft KV of more passes and gain nothing, so it is for a time in which
     half of the batch began without a queue: the last prompts of many are few.
     """
     now = recent.num_passes
     length = recent.output_tokens / recent.num_texts
-    rows_a_token = sum(admitted) / (len(admitted) * length)
+    rows_a_token = recent.unqueued_tokens / (recent.num_unqueued * length)
     rates = {
         m: recent.rate(m, batch_size, rows_a_token=rows_a_token)
         for m in {kind.num_passes for kind in recent.times.prices}
