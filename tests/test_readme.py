@@ -193,7 +193,7 @@ def speeds() -> Iterator[tuple[str, tuple[str, ...]]]:
     yield words, ("32", ratios[0], "64", *ratios[1:3], "128", ratios[3])
     spread = max(map(largest_spread, larger.values()))
     words = (
-        r"with K = (2) \((128), (256) and (347) prompts, four targets of one recipe, to K = (0) of"
+        r"with K = (2) \((128), (256) and (347) prompts, three targets of one recipe, to K = (0) of"
     )
     yield words, ("2", "128", "256", "347", "0")
     yield r"passes of one K differ by up to (\d+) %\)", (f"{100 * spread:.0f}",)

@@ -364,10 +364,10 @@ def choose_num_at_once(
 ) -> int:
     """Programs of one KV head that requests share by the lengths of their texts, or 0.
 
-    Beside prompts (`has_prompts`) prompts fill the device, and few requests share as well.
     0: each gets the same number of splits. Sharing takes no second launch, and pays once requests
     alone fill a good part of the `num_slots` programs that run at once: then equal texts need no
-    splits, and one that is much longer than the others holds all up unless it is split.
+    splits, and one that is much longer than the others holds all up unless it is split. With
+    `has_prompts` the rows of prompts fill that part, so that few requests share, too.
     """
     num_programs = num_requests * num_kv_heads
     is_tracked = num_requests <= MAX_RAGGED and num_programs <= checks.MAX_SHARED_TILES

@@ -191,23 +191,41 @@ def merge_parts(
     # Of a larger tile the parts have no room in registers at the same time.
     if is_row.shape[0] <= 16:
         for split in tl.static_range(MOST):
-            share, part = _part_of(
-                split, partial, lse, base, num_splits, stride_split, is_row, inside, VALUE_DIM
+            total, acc = _add_part(
+                total,
+                acc,
+                split,
+                partial,
+                lse,
+                base,
+                num_splits,
+                stride_split,
+                is_row,
+                inside,
+                VALUE_DIM,
             )
-            total += share
-            acc += part * share[:, None]
     else:
         for split in tl.range(MOST):
-            share, part = _part_of(
-                split, partial, lse, base, num_splits, stride_split, is_row, inside, VALUE_DIM
+            total, acc = _add_part(
+                total,
+                acc,
+                split,
+                partial,
+                lse,
+                base,
+                num_splits,
+                stride_split,
+                is_row,
+                inside,
+                VALUE_DIM,
             )
-            total += share
-            acc += part * share[:, None]
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @checks.kernel_jit
-def _part_of(
+def _add_part(
+    total,  # [N], weights of the splits before
+    acc,  # [N, Dv], their partial outputs times these
     split,
     partial,
     lse,
@@ -218,7 +236,7 @@ def _part_of(
     inside,
     VALUE_DIM: tl.constexpr,
 ):
-    """Share [N] of a split in the weights, up to a factor of the row, and its partial output."""
+    """`total` and `acc` with one split more."""
     mask = is_row & (split < num_splits)
     at = lse + split * stride_split
     share = tl.exp2(tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg") - base)
@@ -228,7 +246,7 @@ def _part_of(
         other=0.0,
         cache_modifier=".cg",
     )
-    return share, part
+    return total + share, acc + part * share[:, None]
 
 
 @checks.kernel_jit_once("num_requests", "num_splits", "num_row_heads")

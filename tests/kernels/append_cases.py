@@ -1,6 +1,5 @@
 """Attention that stores the step's rows itself: cases for reference, interpreter and GPU."""
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -175,13 +174,10 @@ def check_shared_beside_prompts(
     lse = written[-1].lse
     assert len(lse) == 4, "nobody shares"
     if case.name in _BESIDE_PARTS:
-        rows = [start for start, count in zip(_starts(case), case.query_lens, strict=True) if count]
+        starts = inputs.query_start_loc[:-1].tolist()
+        rows = [start for start, count in zip(starts, case.query_lens, strict=True) if count]
         parts = lse[:, rows, 0].isfinite().sum(0).tolist()
         assert parts == _BESIDE_PARTS[case.name][dtype is not torch.float32]
-
-
-def _starts(case: AttentionCase) -> list[int]:
-    return [0, *itertools.accumulate(case.query_lens)][:-1]
 
 
 def _on_one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> list[SplitOutputs]:

@@ -452,7 +452,9 @@ class ExpectedGainLength:
     ) -> int:
         """m, passes of a round that run from now on.
 
-        Nothing changes before eight texts have ended, whose outputs say how long others will be.
+        Fewer where that pays while texts wait (`_fewer_passes`); more again where that pays once
+        half of the batch began without a queue (`_more_passes`). Nothing changes before eight texts
+        have ended, whose outputs say how long others will be.
 
         Args:
             batch_size: requests that run.

@@ -67,7 +67,9 @@ class Request:
     axis_positions: tuple[tuple[int, ...], ...] | None = None
     cache_salt: str = ""  # texts with different salts share no cached block
     slot: int | None = None  # row in the slot-addressed state (`SlotState`), None while waiting
-    num_full_passes: int = 1 << 30  # first passes of a round that ran in all its steps, at most
+    # passes of a round, from the first on, that ran in each of its steps; other passes drafted, or
+    # will, without some of their draft KV
+    num_full_passes: int = 1 << 30
     matcher: GuardedMatcher | None = None  # the output's place in its grammar, None without one
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of outputs, if asked for
     status: Status = Status.WAITING
