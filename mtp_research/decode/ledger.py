@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.decode.draft.draft_length import RecentRounds, StepKind, drafts_made
+from mtp_research.decode.draft.draft_length import RecentRounds, StepKind
 from mtp_research.decode.sampling.sampling import HostLogprobs
 from mtp_research.decode.schedule.request import FinishReason, Request, Schedule, Scheduled, Status
 from mtp_research.decode.schedule.scheduler import Scheduler, cut_emitted
@@ -30,51 +30,51 @@ def commit_entry(
     scheduler: Scheduler,
     entry: Scheduled,
     *,
+    is_finite: bool,
     emitted: list[int],
     drafts: list[int],
-    is_finite: bool,
-) -> None:
-    """Apply a step's result to one request; nothing if it ended while the step ran."""
+) -> tuple[int, int]:
+    """Apply a step's result to a request that is live; drafts that it verified, and accepted."""
     request = entry.request
-    if request.status is Status.FINISHED:
-        return
     request.num_target_forwards += not entry.is_prefill
     if not (entry.ends_at_newest_token or entry.ends_recompute):
-        if request.status is Status.RUNNING:
+        if request.slot is not None:
             scheduler.blocks.publish(request, num_rows=entry.end_position)
-        return
+        return 0, 0
     request.num_in_flight -= 1
-    if not entry.is_prefill:
-        del request.draft_token_ids[entry.num_scheduled_tokens - 1 :]  # these were not verified
-    had_drafts = bool(request.draft_token_ids)
     if not entry.ends_at_newest_token:  # recomputed after a preemption: the next token is known
         _continue(scheduler, request, drafts)
-        return
-    if not is_finite and not had_drafts:
+        return 0, 0
+    num_drafted = len(request.draft_token_ids)
+    if num_drafted >= entry.num_scheduled_tokens and not entry.is_prefill:
+        num_drafted = entry.num_scheduled_tokens - 1  # others were not verified
+    if not is_finite and not num_drafted:
         if entry.is_prefill:
             request.num_computed_tokens = entry.first_position  # these rows broke
         scheduler.finish(request, FinishReason.NON_FINITE)
-        return
-    request.note_round(num_emitted=len(emitted))
+        return 0, 0
+    num_accepted = request.note_round(num_drafted=num_drafted, num_emitted=len(emitted))
     if not is_finite:
         # A draft can break the rows before it: attention weighs its value by 0, and 0 * NaN is
         # NaN. The newest token's row is run again alone; it ends the request if it breaks.
         _continue(scheduler, request, [])
-        return
+        return num_drafted, num_accepted
     kept, reason = cut_emitted(request, emitted)
     request.token_ids.extend(kept)
     _continue(scheduler, request, drafts)
     if reason is not None:
         scheduler.finish(request, reason)
+    return num_drafted, num_accepted
 
 
 def _continue(scheduler: Scheduler, request: Request, drafts: list[int]) -> None:
-    if request.status is Status.WAITING:  # preempted while the step ran
+    if request.slot is None:  # preempted while the step ran
         request.restart()
         return
     num_tokens = len(request.token_ids)
     request.num_computed_tokens = num_tokens - 1
-    scheduler.blocks.publish(request, num_rows=num_tokens - 1)
+    if scheduler.blocks.prefix_cache is not None:
+        scheduler.blocks.publish(request, num_rows=num_tokens - 1)
     room = scheduler.max_model_len - num_tokens
     request.draft_token_ids = drafts if len(drafts) <= room else drafts[:room]
 
@@ -196,7 +196,6 @@ class Ledger:
         waited = time.perf_counter() - waiting
         self.waited += waited
         self.stats.wait_s += waited
-        rounds, first_draft = result.rounds.tolist(), result.first_draft
         logprobs = None if result.logprobs is None else result.logprobs.read()
         self.stats.num_steps += 1
         self.stats.num_prompt_rows += launched.num_prompt_rows
@@ -204,35 +203,30 @@ class Ledger:
         if self.auditor is not None:
             self.auditor.apply_step()
         num_target_rows = num_emitted = 0
-        verified: Counter[tuple[int, int]] = Counter()  # rounds by drafts made and accepted
-        for row, entry in enumerate(launched.entries):
+        ended: list[tuple[int, int]] = []  # of rounds, drafts verified and accepted
+        decided = zip(launched.entries, *result.columns(), strict=True)
+        for row, (entry, is_finite, emitted, drafts) in enumerate(decided):
             request = entry.request
             num_target_rows += entry.num_scheduled_tokens
-            if request.status is Status.FINISHED:
+            if request.finish_reason is not None:
                 continue  # it ended while the step ran
             if request.matcher is not None and request.matcher.error is not None:
                 request.error = f"the grammar raised {request.matcher.error}"
                 self.finish(request, FinishReason.ERROR)  # its masks could not be made
                 continue
-            num_tokens, accepted = len(request.token_ids), request.num_accepted_per_round
-            num_rounds, numbers = len(accepted), rounds[row]
-            commit_entry(
-                self.scheduler,
-                entry,
-                emitted=[token for token in numbers[1:first_draft] if token >= 0],
-                drafts=drafts_made(numbers[first_draft:]),
-                is_finite=numbers[0] == 1,
+            num_tokens = len(request.token_ids)
+            counts = commit_entry(
+                self.scheduler, entry, is_finite=is_finite, emitted=emitted, drafts=drafts
             )
-            if len(accepted) > num_rounds:
-                most = request.num_full_passes  # others drafted without draft KV
-                num_drafted = min(request.num_drafted_per_round[-1], most)
-                verified[num_drafted, min(accepted[-1], most)] += 1
+            if counts[0] > request.num_full_passes:  # others drafted without draft KV
+                counts = request.num_full_passes, min(counts[1], request.num_full_passes)
+            ended.append(counts)
             if logprobs is not None or request.matcher is not None:
                 note_emitted(request, since=num_tokens, logprobs=logprobs, row=row)
             num_emitted += len(request.token_ids) - num_tokens
-            if self.auditor is not None or request.status is Status.FINISHED:
+            if self.auditor is not None or request.finish_reason is not None:
                 self._after_commit(entry)
-        for (num_drafted, num_accepted), count in verified.items():
+        for (num_drafted, num_accepted), count in Counter(ended).items():
             self.recent.add_rounds(count, num_drafted=num_drafted, num_accepted=num_accepted)
         self.stats.num_target_rows += num_target_rows
         self.stats.num_emitted_tokens += num_emitted

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mtp_research.config.schema import VerifyOptions
+from mtp_research.decode.draft.draft_length import NOT_DRAFTED
 from mtp_research.decode.draft.drafter import Drafter, MTPDrafter, VerifiedStep
 from mtp_research.decode.sampling.grammar import apply_bitmask
 from mtp_research.decode.sampling.processors import process_logits
@@ -53,10 +54,15 @@ class StepResult(NamedTuple):
         rounds = torch.cat([tokens.is_finite[:, None].long(), sampled, drafts], dim=1)
         return cls(rounds, sampled.shape[1], logprobs)
 
-    @property
-    def first_draft(self) -> int:
-        """Column of the first draft."""
-        return 1 + self.num_sampled
+    def columns(self) -> tuple[list[bool], list[list[int]], list[list[int]]]:
+        """By request, on the host: whether logits were finite, tokens decided, drafts made."""
+        rounds, first = self.rounds.numpy(), 1 + self.num_sampled
+        rows = rounds.tolist()
+        ends = 1 + (rounds[:, 1:first] >= 0).sum(1)  # of the tokens
+        draft_ends = first + (rounds[:, first:] != NOT_DRAFTED).sum(1)
+        emitted = [row[1:end] for row, end in zip(rows, ends.tolist(), strict=True)]
+        drafts = [row[first:end] for row, end in zip(rows, draft_ends.tolist(), strict=True)]
+        return (rounds[:, 0] == 1).tolist(), emitted, drafts
 
 
 class TargetRows(NamedTuple):

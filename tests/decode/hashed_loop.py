@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft.draft_length import drafts_made
 from mtp_research.decode.ledger import Launched
 from mtp_research.decode.schedule.request import Request, Status
 from mtp_research.decode.step import Verified
@@ -45,16 +44,15 @@ class HashedLoop:
 
         def noted_apply(launched: Launched) -> None:
             apply(launched)
-            result = launched.pending.wait()
-            rows = result.rounds[:, result.first_draft :].tolist()
-            for entry, row in zip(launched.entries, rows, strict=True):
+            _, _, made = launched.pending.wait().columns()
+            for entry, drafts in zip(launched.entries, made, strict=True):
                 request = entry.request
                 if request.status is not Status.FINISHED and (
                     entry.ends_at_newest_token or entry.ends_recompute
                 ):
                     room = max(self.decoder.max_model_len - request.num_tokens, 0)
                     rounds = self.rounds.setdefault(request.request_id, [])
-                    rounds.append((request.num_tokens, tuple(drafts_made(row)[:room])))
+                    rounds.append((request.num_tokens, tuple(drafts[:room])))
 
         scheduler.schedule = named_schedule
         ledger.apply = noted_apply

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft.draft_length import drafts_made
 from mtp_research.decode.ledger import Launched
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import FinishReason, Request, Status
@@ -60,12 +59,11 @@ def _decode(decoder: SpecDecoder, prompts: list[list[int]], *, wanted: int = 8, 
     def note(launched: Launched) -> None:
         is_live = [entry.request.status is not Status.FINISHED for entry in launched.entries]
         apply(launched)
-        result = launched.pending.wait()
-        rows = result.rounds[:, result.first_draft :].tolist()
-        for entry, row, was_live in zip(launched.entries, rows, is_live, strict=True):
+        _, _, made = launched.pending.wait().columns()
+        for entry, drafts, was_live in zip(launched.entries, made, is_live, strict=True):
             if was_live and (entry.ends_at_newest_token or entry.ends_recompute):
                 history.setdefault(entry.request.request_id, []).append(
-                    (entry.request.num_tokens, tuple(drafts_made(row)))
+                    (entry.request.num_tokens, tuple(drafts))
                 )
 
     decoder._ledger.apply = note

@@ -542,10 +542,3 @@ def best_num_drafts(
     best = max(range(len(rates)), key=lambda n: (rates[n], -n))
     stays = current is not None and rates[best] < _LEAST_GAIN * rates[current]
     return cast(int, current) if stays else best
-
-
-def drafts_made(draft_token_ids: list[int]) -> list[int]:
-    """The drafts of one request before the first that was not made."""
-    if NOT_DRAFTED not in draft_token_ids:
-        return draft_token_ids
-    return draft_token_ids[: draft_token_ids.index(NOT_DRAFTED)]

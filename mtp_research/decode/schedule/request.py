@@ -89,13 +89,15 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prefill_tokens = len(self.token_ids)
 
-    def note_round(self, *, num_emitted: int) -> None:
-        """Count the verification of the current drafts, and time the first token."""
+    def note_round(self, *, num_drafted: int, num_emitted: int) -> int:
+        """Count the verification of so many drafts, and time the first token; those accepted."""
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter()
-        if num_drafted := len(self.draft_token_ids):
-            self.num_accepted_per_round.append(min(max(num_emitted - 1, 0), num_drafted))
+        num_accepted = num_drafted if num_emitted > num_drafted else max(num_emitted - 1, 0)
+        if num_drafted:
+            self.num_accepted_per_round.append(num_accepted)
             self.num_drafted_per_round.append(num_drafted)
+        return num_accepted
 
     def restart(self) -> None:
         """Recompute the text from its start once the request, which waits, is admitted again."""

@@ -259,14 +259,14 @@ class Scheduler:
         # Asked of every request in every step, so that what is the same for all is asked once.
         num_beyond, block_size = self._num_slots(0), self.blocks.block_size
         for request in sorted(running, key=attrgetter("is_prefilling")):
-            if request.status is not Status.RUNNING or budget == 0:
+            if request.slot is None or budget == 0:
                 continue  # preempted by an earlier one, or left for the next step
             num_tokens = len(request.token_ids)
             if request.num_in_flight and num_tokens + 1 >= request.max_tokens:
                 continue  # the step in flight ends it
             if num_tokens + num_beyond > len(request.block_ids) * block_size:
                 preempted += self._make_room(request, keep=entries)
-                if request.status is not Status.RUNNING:
+                if request.slot is None:
                     continue
                 self.blocks.reserve(request, num_tokens + num_beyond)
             entry = self._entry(request, budget)
