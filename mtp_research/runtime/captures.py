@@ -59,16 +59,26 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@functools.cache
+def side_stream(device_index: int) -> torch.cuda.Stream:
+    """The one stream of a GPU beside that of the steps: for warm-ups, captures and copies.
+
+    Once a process had used some more, kernels of its graphs that may overlap followed each other
+    after .9 instead of .25 us (a step of 281 launches 1.33 instead of 1.19 ms, one H200).
+    """
+    return torch.cuda.Stream(device_index)
+
+
 def capture_call(call: Callable[[], Result], *, pool: Any) -> Captured[Result]:
     """Warm up and capture `call`, which must read static tensors and wait for nothing."""
-    stream = torch.cuda.Stream()
+    stream = side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(_NUM_WARM_UP_RUNS):
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with no_collection(), torch.cuda.graph(graph, pool=pool):
+    with no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream):
         result = call()
     torch.cuda.synchronize()
     return Captured(graph, result)

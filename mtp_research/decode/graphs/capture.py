@@ -40,6 +40,7 @@ from mtp_research.models.rewrites.region_pass import uneven_rows
 from mtp_research.models.rewrites.regions import CompileOptions, compiled_once, mark_any_size
 from mtp_research.models.target import Target
 from mtp_research.policy.plan import RowLayout, equal_rows
+from mtp_research.runtime.captures import side_stream
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 _BITMASK = (SamplingTensors._fields.index("bitmask"),)  # its place, see `leaves_of`
@@ -161,7 +162,6 @@ class StaticParams:
         self._uploaded: SamplingTensors | None = None
         self._asked: SamplingTensors | None = None  # whose key is kept
         self._key: tuple[Hashable, ...] = ()
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def upload(self, params: SamplingTensors) -> tuple[Hashable, ...]:
         """Put the parameters of a batch in place, where they are not there already.
@@ -201,13 +201,14 @@ class StaticParams:
         launched behind `after`, which must not use them.
         """
         place = self._storage[_BITMASK, bitmask.shape[1:]][: len(bitmask)]
-        if self._copies is None or after is None:
+        if after is None:
             place.copy_(bitmask)
             return
-        with torch.cuda.stream(self._copies):
-            self._copies.wait_event(after)
+        copies = side_stream(place.get_device())
+        with torch.cuda.stream(copies):
+            copies.wait_event(after)
             place.copy_(bitmask, non_blocking=True)
-        torch.cuda.current_stream().wait_stream(self._copies)
+        torch.cuda.current_stream().wait_stream(copies)
 
     def _copy(self, address: Hashable, value: Tensor) -> None:
         held = self._copied.get(address)  # what lies at an address while it is held stays the same
