@@ -17,7 +17,13 @@ from typing import NamedTuple, TypeVar
 from mtp_research import __version__
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.runtime.compiling import keep_compiled_code
-from mtp_research.runtime.errors import EnvironmentFault, extras_needed
+from mtp_research.runtime.errors import (
+    CLOSED_OUTPUT_EXIT_CODE,
+    CTRL_C_EXIT_CODE,
+    EnvironmentFault,
+    drops_closed_output,
+    extras_needed,
+)
 from mtp_research.runtime.provenance import describe_run, is_first_rank, write_error
 from mtp_research.runtime.threads import wait_passively
 
@@ -81,6 +87,13 @@ def main() -> int:
     except EnvironmentFault as fault:
         write_error(str(fault))
         return fault.exit_code
+    except BrokenPipeError:
+        if not drops_closed_output():
+            raise
+        return CLOSED_OUTPUT_EXIT_CODE
+    except KeyboardInterrupt:
+        write_error("stopped by Ctrl-C.")
+        return CTRL_C_EXIT_CODE
 
 
 def train() -> int:

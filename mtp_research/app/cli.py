@@ -48,11 +48,14 @@ from mtp_research.config.rules import validate
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.models.loading.source import CONFIG_FILE, local_file, may_hold_modules
 from mtp_research.runtime.errors import (
+    CLOSED_OUTPUT_EXIT_CODE,
+    CTRL_C_EXIT_CODE,
     ConfigError,
     EnvironmentFault,
     IntegrityError,
     Interrupted,
     NumericFault,
+    drops_closed_output,
     escape_warnings,
     escaped,
     extras_needed,
@@ -69,7 +72,6 @@ from mtp_research.runtime.provenance import (
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-CTRL_C_EXIT_CODE = 130
 STOPPED = (Interrupted.exit_code, CTRL_C_EXIT_CODE)
 # We store the configuration ourselves and leave logging as Python has it.
 HYDRA_SETTINGS = (
@@ -254,6 +256,8 @@ def _exit_code(work: Callable[[], int | None], is_traced: bool, place: str = "")
         write_error("\n".join(f"{place}{line}" for line in str(fault).splitlines()))
         return fault.exit_code
     except (OSError, SafetensorError) as fault:
+        if isinstance(fault, BrokenPipeError) and drops_closed_output():
+            return CLOSED_OUTPUT_EXIT_CODE
         if not is_full_disk(fault):
             raise
         if is_traced:

@@ -9,12 +9,11 @@ head with, and what each one costs: measured by our loop on the head itself, bef
 """
 
 import argparse
-import re
 import sys
 from dataclasses import fields
 from pathlib import Path
 
-from mtp_research.config.ranges import OptionParser
+from mtp_research.config.ranges import OptionParser, in_own_words, positive
 from mtp_research.config.schema import VERSIONS
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.backends.transformers_backend import library_steps
@@ -56,17 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _run(options)
     except (ConfigError, IntegrityError, EnvironmentFault) as fault:
-        write_error(in_own_words(str(fault)))
+        write_error(in_own_words(str(fault), _OPTIONS))
         return fault.exit_code
     return 0
-
-
-def in_own_words(message: str) -> str:
-    """A message of the loaders with the options of this command for keys of the configuration."""
-    for key, option in _OPTIONS.items():
-        found = rf"(?<![\w.]){re.escape(key)}"
-        message = re.sub(rf"{found}\b(?!=)", option, re.sub(f"{found}=", f"{option} ", message))
-    return message
 
 
 def comparison_table(
@@ -191,17 +182,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--for", dest="engine", choices=sorted(ENGINES), help="the engine that is to load it")
     add("--no-measure", action="store_true", help="with --for: decode nothing")
     add("--prompts", help="with --for: prompt file or set; default: the shipped prompts")
-    add("--k", type=_positive, help="drafts per step that are compared, default 3")
-    add("--max-prompts", type=_positive, default=32, help="default 32")
-    add("--max-new-tokens", type=_positive, default=64, help="default 64")
+    add("--k", type=positive, help="drafts per step that are compared, default 3")
+    add("--max-prompts", type=positive, default=32, help="default 32")
+    add("--max-new-tokens", type=positive, default=64, help="default 64")
     add("--device", default="cpu", help="where it is measured, default cpu")
     return parser.parse_args(arguments)
-
-
-def _positive(word: str) -> int:
-    if not word.isdigit() or int(word) == 0:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {word!r}")
-    return int(word)
 
 
 if __name__ == "__main__":

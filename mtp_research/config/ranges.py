@@ -12,11 +12,12 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from types import NoneType
-from typing import TypeVar, get_args, get_origin
+from typing import NoReturn, TypeVar, get_args, get_origin
 
 from mtp_research.runtime.errors import ConfigError
 
@@ -134,7 +135,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """As argparse's; the line on an option that is not there names those that are near."""
+    """As argparse's; a fault is one line, which names options near one that is not there."""
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: None = None
@@ -146,6 +147,25 @@ class OptionParser(argparse.ArgumentParser):
             near = nearest(others[0].partition("=")[0], names)
             self.error(f"unrecognized arguments: {' '.join(others)}{near}")
         return found
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with one line, without the usage, and code 2."""
+        self.exit(2, f"error: {message}; {self.prog} --help lists the options.\n")
+
+
+def positive(word: str) -> int:
+    """The number that an option's word is, at least 1."""
+    if not word.isdigit() or int(word) == 0:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {word!r}")
+    return int(word)
+
+
+def in_own_words(message: str, options: Mapping[str, str]) -> str:
+    """A message with a command's own options in place of keys of the configuration."""
+    for key, option in options.items():
+        found = rf"(?<![\w.]){re.escape(key)}"
+        message = re.sub(rf"{found}\b(?!=)", option, re.sub(f"{found}=", f"{option} ", message))
+    return message
 
 
 def fault_line(key: str, item: Field, value: object) -> str:

@@ -20,11 +20,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mtp_research.runtime.errors import ConfigError, IntegrityError
-from mtp_research.runtime.files import sha256_of, sync_to_disk, write_atomically
+from mtp_research.runtime.files import sha256_of, sync_to_disk, write_atomically, write_tensors
 
 SCHEMA = 1
 SHARD_ROWS = 64
@@ -84,7 +83,7 @@ class HiddenCacheWriter:
         name = shard_name(number)
         path, unfinished = self._folder / name, self._folder / f".{name}.writing"
         content = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        save_file(content, unfinished, metadata={"format": "pt"})
+        write_tensors(content, unfinished)
         sync_to_disk(unfinished)
         facts = {"bytes": unfinished.stat().st_size, "sha256": sha256_of(unfinished)}
         unfinished.replace(path)

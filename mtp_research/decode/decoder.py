@@ -55,7 +55,7 @@ from mtp_research.decode.settings import (
 from mtp_research.decode.stats import DecodeStats, RequestRecord
 from mtp_research.decode.step import DeviceParts, DeviceStep, StepResult
 from mtp_research.models.target import Target
-from mtp_research.runtime.errors import ConfigError, DecoderClosed
+from mtp_research.runtime.errors import ArgumentTypeError, ConfigError, DecoderClosed
 
 if TYPE_CHECKING:  # loaded where steps are captured
     from mtp_research.decode.graphs.capture import StepShape
@@ -294,7 +294,16 @@ class SpecDecoder:
                 self.step()
 
     def abort(self, request: Request) -> None:
-        """End a live request; its tokens so far stay in its record."""
+        """End a live request; its tokens so far stay in its record.
+
+        Raises:
+            ArgumentTypeError: it is none, but its id, say.
+        """
+        if not isinstance(request, Request):
+            raise ArgumentTypeError(
+                f"request must be what add_request returned, got {request!r}; one of live_requests "
+                "may have this request_id."
+            )
         if request.status is not Status.FINISHED:
             self._ledger.finish(request, FinishReason.ABORT)
 

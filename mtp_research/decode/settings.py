@@ -106,8 +106,11 @@ class SpecSettings:
 def check_heads(heads: Heads, *, spec: SpecSettings, engine: EngineConfig) -> None:
     """Refuse heads that do not fit the settings, and engine settings out of range."""
     check_values(engine, section="engine")
-    if isinstance(heads, str):
-        _check_choice("heads", heads, ("null", "oracle"), option="spec.head")
+    if isinstance(heads, str) and heads not in ("null", "oracle"):
+        raise ConfigError(
+            f"heads must be 'null', 'oracle' or what load_heads gave, got {heads!r}; pass "
+            f"load_heads({heads!r}, target), if that is their folder (command line: spec.head)."
+        )
     if spec.num_speculative_tokens > 0 and heads is None:
         raise ConfigError(
             f"num_speculative_tokens={spec.num_speculative_tokens} needs heads, got None; pass "
@@ -198,9 +201,9 @@ def rule_name(rule: Rule) -> str:
     return next(names, getattr(rule.function, "__name__", repr(rule.function)))
 
 
-def _check_choice(name: str, value: object, choices: Iterable[str], option: str = "") -> None:
+def _check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(
             f"{name} must be one of {sorted(choices)}, got {value!r}; set {name} (command line: "
-            f"{option or f'spec.{name}'})."
+            f"spec.{name})."
         )

@@ -25,7 +25,6 @@ from typing import NamedTuple, cast
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mtp_research.heads.engines import engine_for
@@ -42,6 +41,7 @@ from mtp_research.heads.record import CONVENTIONS
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.loading.source import CONFIG_FILE, INDEX_FILE
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.files import write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def export_heads(heads: MTPHeads, out: Path, *, source: Path | None = None) -> E
     tensors = native_tensors(heads, source=None if source is None else read_index(source))
     config = None if source is None else exported_config(heads, source, tensors)
     _make_folder(out)
-    save_file(tensors, out / SINGLE_FILE, metadata={"format": "pt"})
+    write_tensors(tensors, out / SINGLE_FILE)
     if config is not None:
         _write_config(config, out)
     return Exported(out, sorted(tensors))
@@ -136,7 +136,7 @@ def stitch_heads(
             _place_shard(index, file, names, out / renamed.get(file, file))
         files |= dict.fromkeys(names, renamed.get(file, file))
     mtp_file = _MTP_SHARD if is_single else _EXTRA_SHARD
-    save_file(tensors, out / mtp_file, metadata={"format": "pt"})
+    write_tensors(tensors, out / mtp_file)
     files |= dict.fromkeys(tensors, mtp_file)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
@@ -270,7 +270,7 @@ def _place_shard(index: TensorIndex, file: str, names: list[str], path: Path) ->
     if is_whole:
         _link(source, path)
     else:
-        save_file(index.read(names), path, metadata={"format": "pt"})
+        write_tensors(index.read(names), path)
 
 
 def _link_other_files(source: Path, out: Path) -> None:

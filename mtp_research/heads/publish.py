@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mtp_research.heads.record import (
@@ -25,7 +24,7 @@ from mtp_research.heads.record import (
 )
 from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
-from mtp_research.runtime.files import sha256_of, write_atomically
+from mtp_research.runtime.files import sha256_of, write_atomically, write_tensors
 from mtp_research.runtime.provenance import PROJECT, project_version, redact_tree
 
 WEIGHTS_FILE = "model.safetensors"
@@ -63,7 +62,7 @@ def write_head_files(
         for name, tensor in tensors.items()
     }
     unfinished = folder / f".{WEIGHTS_FILE}.tmp"
-    save_file(whole, unfinished, metadata={"format": "pt"})
+    write_tensors(whole, unfinished)
     unfinished.replace(folder / WEIGHTS_FILE)
     record = {
         "format": HEAD_FORMAT,

@@ -17,7 +17,7 @@ Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2.
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -29,6 +29,7 @@ from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.fresh import TargetModel
 from mtp_research.models.target import Target, trained_target
+from mtp_research.runtime.files import write_tensors
 from mtp_research.training.unroll import RowInputs, unroll
 
 
@@ -87,7 +88,7 @@ def add_modules(heads: MTPHeads, folder: Path) -> int:
     assert path.is_file(), f"a target of task=target is saved as one {SINGLE_FILE}"
     tensors = load_file(path) | native_tensors(heads)
     unfinished = folder / f".{SINGLE_FILE}.tmp"
-    save_file(tensors, unfinished, metadata={"format": "pt"})
+    write_tensors(tensors, unfinished)
     unfinished.replace(path)
     return path.stat().st_size
 

@@ -5,12 +5,17 @@ says what was expected, what was got and which key or call fixes it.
 """
 
 import logging
+import os
 import re
+import select
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+CTRL_C_EXIT_CODE = 130  # where nothing goes on
+CLOSED_OUTPUT_EXIT_CODE = 141  # as of a program that the system ends for it
 
 # The call that takes what a section of the configuration holds.
 _PYTHON_CALLS = {
@@ -178,3 +183,17 @@ def escape_warnings() -> None:
 def rule_line(key: str, expected: str, got: object, fix: str) -> str:
     """The line for `key`, which must be as `expected` beside others; `fix` are the overrides."""
     return f"{key} {expected}, got {got}; set {fix}."
+
+
+def drops_closed_output() -> bool:
+    """Whether nobody reads standard output any more (`| head`); then it goes nowhere from now on.
+
+    Python would else write to it once more when it ends.
+    """
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    is_closed = any(flags & select.POLLERR for _, flags in poll.poll(0))
+    if is_closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return is_closed

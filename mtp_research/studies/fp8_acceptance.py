@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from mtp_research.config.ranges import OptionParser
 from mtp_research.evaluation.report.stored import RESULTS_FILE, recompute
@@ -27,6 +27,7 @@ from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.stats.outcome import ConditionResult
 from mtp_research.evaluation.stats.statistics import acceptance_statistics, paired_differences
 from mtp_research.kernels.products.scaled_weights import FP8
+from mtp_research.runtime.files import write_tensors
 from mtp_research.runtime.provenance import REPOSITORY_ROOT as ROOT
 
 LENGTH = "acceptance_length_micro"
@@ -104,7 +105,7 @@ def copy_as_fp8(source: Path, folder: Path, *, layout: str) -> float:
         stored[name] = numbers
         stored[f"{name}_scale_inv" if layout == "blocks" else f"{name}_scale"] = scale
         errors.append(float((meant - tensor.float()).norm() / tensor.float().norm()))
-    save_file(stored, file, metadata={"format": "pt"})
+    write_tensors(stored, file)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = SETTINGS[layout]
     (folder / "config.json").write_text(json.dumps(config))

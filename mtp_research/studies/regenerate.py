@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from mtp_research.config.ranges import OptionParser
+from mtp_research.config.ranges import OptionParser, in_own_words, positive
 from mtp_research.config.schema import WEIGHTS, EngineConfig
 from mtp_research.data.row_forms import Question, read_questions
 from mtp_research.data.server import find_server
@@ -62,6 +62,18 @@ from mtp_research.studies.answer_tasks import (
 )
 from mtp_research.studies.endpoint import OPTIONS, Reader, answer_by_server
 
+# What loaders and samplers call it, by what this command does.
+_OPTIONS = {
+    "engine.max_num_requests": "--batch",
+    "engine.max_model_len": "--max-model-len",
+    "model.device": "--device",
+    "model.dtype": "--dtype",
+    "model.path": "--target",
+    "sampling.temperature": "--temperature",
+    "sampling.top_k": "--top-k",
+    "sampling.top_p": "--top-p",
+    "sampling.seed": "--seed",
+}
 _PLACES_A_TURN = 8  # of a captured batch one in so many is free before prompts are run
 # What one way of answering reads and the other does not.
 _LOCAL_OPTIONS = ("self_chat", "self_text", "batch", "graphs", "dtype", "device")
@@ -73,14 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         _check_mode(args)
-        if args.output.is_dir():
-            raise ConfigError(
-                f"--output must be a file, got the folder {args.output}; name a file."
-            )
+        _check_output(args.output, sources=args.source)
         with stopped_by_signals(f"{args.output} keeps its answers, the same command goes on."):
             (_run if args.endpoint is None else _run_endpoint)(args)
     except (ConfigError, IntegrityError, EnvironmentFault, Interrupted) as fault:
-        write_error(str(fault))
+        write_error(in_own_words(str(fault), _OPTIONS))
         return fault.exit_code
     return 0
 
@@ -100,8 +109,20 @@ def _check_mode(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--endpoint needs one process, got {num_ranks()}; set --concurrency instead."
         )
-    if args.concurrency < 1:
-        raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}.")
+
+
+def _check_output(output: Path, *, sources: Sequence[str]) -> None:
+    """Refuse to append answers to anything else; of a file that is there the first line is read."""
+    if output.is_dir():
+        raise ConfigError(f"--output must be a file, got the folder {output}; name a file.")
+    if any(Path(source).resolve() == output.resolve() for source in sources):
+        raise ConfigError(f"--output must be another file than --source, got {output} for both.")
+    if not output.is_file():
+        return
+    with output.open(encoding="utf8") as file:
+        first = file.readline()
+    if first.endswith("\n"):  # else it is cut off, and made again
+        _ids([first], output)
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:
@@ -129,7 +150,12 @@ def _questions(args: argparse.Namespace, evaluated: Evaluated) -> _Asked:
         questions += found[: args.max_prompts]
     kept = [q for q in questions if not any(evaluated.holds(text) for _, text in q.messages)]
     if not (kept or args.self_chat or args.self_text):
-        raise ConfigError("nothing is asked; set --source, --self-chat or --self-text.")
+        found = f"{len(questions)} questions of --source" if args.source else "no --source"
+        left = ", all of which --exclude holds" if questions else ""
+        raise ConfigError(
+            f"something must be asked, got {found}{left}; set another --source, --self-chat or "
+            "--self-text."
+        )
     return _Asked(kept, len(questions) - len(kept))
 
 
@@ -204,7 +230,7 @@ def _finish(args: argparse.Namespace, answered: Answered, *, num_left_out: int) 
         f"{num_left_out} left out as questions of --exclude"
     )
     lines = args.output.read_text(encoding="utf8").splitlines()
-    records = (one for one in _parse(lines, args.output) if "token_ids" in one)
+    records = _parse(lines, args.output)
     lengths = [len(one["token_ids"]) - one["num_prompt_tokens"] for one in records]
     if num_cut := sum(length >= args.max_new_tokens for length in lengths):
         print(
@@ -351,7 +377,19 @@ def _existing_ids(output: Path) -> set[str]:
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
         output.write_text("".join(lines), encoding="utf8")
-    return {record["id"] for record in _parse(lines, output)}
+    return _ids(lines, output)
+
+
+def _ids(lines: Sequence[str], path: Path) -> set[str]:
+    ids = set()
+    for number, record in enumerate(_parse(lines, path), start=1):
+        if not (isinstance(record, dict) and {"id", "token_ids"} <= record.keys()):
+            raise ConfigError(
+                f"--output must hold answers of regenerate, got a line without id and token_ids "
+                f"({path}:{number}); name another file."
+            )
+        ids.add(record["id"])
+    return ids
 
 
 def _parse(lines: Sequence[str], path: Path) -> Iterator[dict]:
@@ -400,7 +438,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--field", help="of the conversation in a row; left out: the first known")
     excluded = "prompts of an evaluation: equal questions, or 13 words in a row, are left out"
     add("--exclude", action="append", default=[], help=f"{excluded}; may be repeated")
-    add("--max-prompts", type=int, default=None, help="per source")
+    add("--max-prompts", type=positive, default=None, help="per source")
     add("--self-chat", type=int, default=0, help="user messages that the target invents")
     add("--self-text", type=int, default=0, help="documents that the target begins")
     add("--temperature", type=float, default=0.6, help="default %(default)s; 0 is greedy")
@@ -408,10 +446,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=0.95, help=unread)
     add("--top-k", type=int, default=20, help=unread)
     most_new = "tokens of an answer at most, default %(default)s: longer ones are cut there"
-    add("--max-new-tokens", type=int, default=96, help=most_new)
-    add("--batch", type=int, default=32, help="requests decoded at once, default %(default)s")
+    add("--max-new-tokens", type=positive, default=96, help=most_new)
+    add("--batch", type=positive, default=32, help="requests decoded at once, default %(default)s")
     most = "tokens of prompt and answer; default: what the target can"
-    add("--max-model-len", type=int, help=most)
+    add("--max-model-len", type=positive, help=most)
     graphs = "steps compiled and captured, as engine=h200; default: on a GPU, where the family can"
     add("--graphs", action=argparse.BooleanOptionalAction, help=graphs)
     add("--dtype", default="auto")
@@ -425,7 +463,7 @@ def _parser() -> argparse.ArgumentParser:
         "--endpoint", metavar="URL", help="server of OpenAI's API, such as http://localhost:8000/v1"
     )
     add("--served-model", metavar="NAME", help="what it calls the target; left out: a name alike")
-    add("--concurrency", type=int, default=32, help="requests open at once")
+    add("--concurrency", type=positive, default=32, help="requests open at once")
     add("--timeout-s", type=float, default=600.0, help="seconds that an answer may take")
     add("--api-key-variable", metavar="NAME", help="environment variable that holds its key")
     return parser

@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mtp_research.config.schema import TrainConfig
@@ -31,7 +30,7 @@ from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import read_tensors
 from mtp_research.models.loading.source import weights_sha256
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
-from mtp_research.runtime.files import sha256_of, sync_to_disk, write_atomically
+from mtp_research.runtime.files import sha256_of, sync_to_disk, write_atomically, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ def _write_step(
 ) -> None:
     for name, members in tensors.items():
         contiguous = {key: tensor.detach().contiguous().cpu() for key, tensor in members.items()}
-        save_file(contiguous, folder / f"{name}.safetensors", metadata={"format": "pt"})
+        write_tensors(contiguous, folder / f"{name}.safetensors")
     (folder / _STATE).write_text(json.dumps(dict(state), indent=1))
     files = sorted(folder.iterdir())
     facts = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files}

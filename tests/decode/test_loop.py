@@ -472,7 +472,7 @@ def test_temperature_for_a_rule_without_sampling_is_refused(target, rule: str) -
     ("arguments", "message"),
     [
         ({"policy": "eagel"}, "policy must be one of"),
-        ({"heads": "assets/heads"}, "heads must be one of"),
+        ({"heads": "assets/heads"}, "pass load_heads"),
         ({"verify": "exact"}, "verify must be one of"),
         ({"draft_sampling": "top"}, "draft_sampling must be one of"),
         ({"module_schedule": "random"}, "module_schedule must be one of"),

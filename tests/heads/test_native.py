@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from mtp_research.app import export_command
+from mtp_research.config.ranges import in_own_words
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.settings import SpecSettings
@@ -257,8 +258,8 @@ def test_command_stitches_heads_and_names_what_it_wrote(
 def test_messages_of_the_loaders_name_the_options_of_the_command() -> None:
     text = "spec.head must be a folder, my.spec.head is none (a model.paths); set spec.head=PATH."
     wanted = "--head must be a folder, my.spec.head is none (a model.paths); set --head PATH."
-    assert export_command.in_own_words(text) == wanted
-    assert export_command.in_own_words("leave them out; it must") == "leave them out; it must"
+    assert in_own_words(text, export_command._OPTIONS) == wanted
+    assert in_own_words("leave them out; it must", {}) == "leave them out; it must"
 
 
 def test_modules_of_a_release_start_training(deepseek: Target, tmp_path: Path) -> None:

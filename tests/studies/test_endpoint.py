@@ -361,10 +361,9 @@ def test_answer_that_was_ended_gets_the_token_that_ended_it(tokenizer):
         (("--endpoint", "http://server:port"), "--endpoint must be an address"),
         (("--endpoint", "http://s", "--self-chat", "3"), "--self-chat must be used without"),
         (("--served-model", "x"), "--served-model must be used with --endpoint"),
-        (("--endpoint", "http://s", "--concurrency", "0"), "--concurrency must be at least 1"),
         (("--endpoint", "http://s", "--api-key-variable", "NO_SUCH"), "'NO_SUCH' is not set"),
     ],
-    ids=["address", "port", "local-option", "endpoint-option", "concurrency", "key"],
+    ids=["address", "port", "local-option", "endpoint-option", "key"],
 )
 def test_bad_arguments_exit_with_2_and_one_line(tmp_path, source, capsys, words, message):
     assert run(tmp_path / "out.jsonl", source, *words) == 2

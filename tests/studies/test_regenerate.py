@@ -108,6 +108,40 @@ def test_regenerate_into_a_folder_is_refused_before_loading(tmp_path, source, ca
     assert f"--output must be a file, got the folder {tmp_path}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ['{"id": "a", "question": "Why?"}\n', "[1]\n"])
+def test_regenerate_appends_to_answers_alone(tmp_path, source, capsys, text):
+    own = tmp_path / "own.jsonl"
+    own.write_text(text)
+    assert run(own, source) == 2
+    assert f"got a line without id and token_ids ({own}:1)" in capsys.readouterr().err
+    assert own.read_text() == text
+    assert not (tmp_path / "own.jsonl.settings.json").exists()
+    assert run(source, source) == 2
+    assert f"another file than --source, got {source} for both" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", ["--max-prompts", "--max-new-tokens", "--batch", "--concurrency"]
+)
+def test_regenerate_numbers_below_one_are_refused(tmp_path, source, capsys, option):
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path / "out.jsonl", source, f"{option}=-1")
+    assert f"argument {option}: must be an integer >= 1, got '-1'" in capsys.readouterr().err
+
+
+def test_regenerate_says_its_own_options(tmp_path, source, capsys):
+    assert run(tmp_path / "out.jsonl", source, "--top-p", "2") == 2
+    said = capsys.readouterr().err
+    assert "--top-p" in said
+    assert "sampling." not in said
+
+
+def test_regenerate_nothing_left_to_ask_says_why(tmp_path, source, capsys):
+    assert run(tmp_path / "out.jsonl", source, "--exclude", source) == 2
+    said = capsys.readouterr().err
+    assert f"got {len(QUESTIONS)} questions of --source, all of which --exclude holds" in said
+
+
 def test_regenerate_with_other_settings_does_not_mix(tmp_path, source, capsys):
     assert run(tmp_path / "out.jsonl", source) == 0
     assert run(tmp_path / "out.jsonl", source, "--temperature", "0") == 2
@@ -117,7 +151,7 @@ def test_regenerate_with_other_settings_does_not_mix(tmp_path, source, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--temperature", "-1"), "sampling.temperature"),
+        (("--temperature", "-1"), "--temperature must be a number"),
         (("--source", "nowhere.jsonl"), "must be an existing file"),
         (("--field", "body"), "set --field"),
     ],
@@ -215,13 +249,14 @@ def test_processes_of_a_launch_write_the_same_lines_as_one(tmp_path, source):
     words = ["--self-chat", "5", "--self-text", "4", "--temperature", "1"]
     assert run(tmp_path / "one.jsonl", source, *words) == 0
     output = tmp_path / "two.jsonl"
-    (tmp_path / "two.jsonl.rank1").write_text('{"id":"of a killed launch"}\n{"id":"cut o')
+    killed = {"id": "of a killed launch", "token_ids": [1, 2], "num_prompt_tokens": 1}
+    (tmp_path / "two.jsonl.rank1").write_text(f'{json.dumps(killed)}\n{{"id":"cut o')
     argv = ["--target", TARGET, "--output", str(output), "--source", source, "--device", "cpu"]
     printed = run_ranks(__name__, "run_rank", *argv, "--max-new-tokens", "12", *words)
     assert printed.count("documents written") == 1
     found = lines(output)
     assert len(found) == len(output.read_text().splitlines())  # no question was asked twice
-    assert found.pop("of a killed launch") == {"id": "of a killed launch"}
+    assert found.pop("of a killed launch") == killed
     assert found == lines(tmp_path / "one.jsonl")
     assert any(name.startswith("self-chat") for name in found)
     assert any(name.startswith("self-text") for name in found)

@@ -170,8 +170,8 @@ def encode_prompt(
         return chat_ids(messages, tokenizer, **variables)
     except ConfigError as fault:
         raise ConfigError(
-            f"the chat template refuses prompt {prompt.question_id} ({fault.__cause__}); choose "
-            "other prompts (prompts.path), or prompts.turns=first."
+            f"the chat template refuses prompt {prompt.question_id} ({fault.__cause__}); put "
+            "a system text into the user's turn, or choose other prompts (prompts.path)."
         ) from None
 
 
