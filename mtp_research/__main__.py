@@ -83,7 +83,9 @@ def main() -> int:
     sys.argv = [f"{door} {name}", *sys.argv[2:]]
     try:
         with extras_needed():
-            return getattr(importlib.import_module(command.module), command.function)()
+            code = getattr(importlib.import_module(command.module), command.function)()
+            sys.stdout.flush()
+            return code
     except EnvironmentFault as fault:
         write_error(str(fault))
         return fault.exit_code

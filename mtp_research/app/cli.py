@@ -249,7 +249,9 @@ def _exit_code(work: Callable[[], int | None], is_traced: bool, place: str = "")
     """Do the work; a failure that a user can cause becomes a line and its exit code."""
     try:
         with extras_needed():
-            return work() or 0
+            code = work() or 0
+            sys.stdout.flush()
+            return code
     except (ConfigError, IntegrityError, EnvironmentFault, NumericFault, Interrupted) as fault:
         if is_traced:
             traceback.print_exc()

@@ -14,20 +14,25 @@ import sys
 from mtp_research import __main__ as door
 class Module:
     def main():
-        print("a line", flush=True)
+        print("a line", flush=sys.argv[-1] == "flush")
         return 0
 door.importlib.import_module = lambda name: Module
-sys.argv = ["mtp", "doctor"]
+sys.argv = ["mtp", "doctor", sys.argv[-1]]
 sys.exit(door.main())
 """
 
 
+@pytest.mark.parametrize("when", ["flush", "later"])
 @pytest.mark.parametrize(("is_read", "code"), [(True, 0), (False, CLOSED_OUTPUT_EXIT_CODE)])
-def test_output_that_nobody_reads_ends_a_command_silently(is_read: bool, code: int) -> None:
+def test_output_that_nobody_reads_ends_a_command_silently(
+    monkeypatch: pytest.MonkeyPatch, is_read: bool, code: int, when: str
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     reader, writer = os.pipe()
     if not is_read:
         os.close(reader)
-    done = subprocess.run([sys.executable, "-c", _PRINTS], stdout=writer, stderr=subprocess.PIPE)
+    argv = [sys.executable, "-c", _PRINTS, when]
+    done = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (code, b"")
     os.close(writer)
     if is_read:
