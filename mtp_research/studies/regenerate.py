@@ -121,7 +121,8 @@ def _check_output(output: Path, *, sources: Sequence[str]) -> None:
         return
     with output.open(encoding="utf8") as file:
         first = file.readline()
-    if first.endswith("\n"):  # else it is cut off, and made again
+    # A line that a kill cut off is made again; only answers have settings beside them.
+    if first.endswith("\n") or (first and not _settings_of(output).is_file()):
         _ids([first], output)
 
 
@@ -402,11 +403,15 @@ def _parse(lines: Sequence[str], path: Path) -> Iterator[dict]:
             ) from fault
 
 
+def _settings_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.settings.json")
+
+
 def _check_settings(
     output: Path, *, target: Target, sampling: SamplingParams, served_model: str | None = None
 ) -> None:
     """Refuse to go on with answers of another target or of other settings; else record them."""
-    path = output.with_name(f"{output.name}.settings.json")
+    path = _settings_of(output)
     names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
     settings = target_hashes(target) | {name: getattr(sampling, name) for name in names}
     settings["served_model"] = served_model  # None: answered by our own decode loop

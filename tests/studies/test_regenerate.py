@@ -108,7 +108,9 @@ def test_regenerate_into_a_folder_is_refused_before_loading(tmp_path, source, ca
     assert f"--output must be a file, got the folder {tmp_path}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ['{"id": "a", "question": "Why?"}\n', "[1]\n"])
+@pytest.mark.parametrize(
+    "text", ['{"id": "a", "question": "Why?"}\n', "[1]\n", '{"question": "Why?"}']
+)
 def test_regenerate_appends_to_answers_alone(tmp_path, source, capsys, text):
     own = tmp_path / "own.jsonl"
     own.write_text(text)
