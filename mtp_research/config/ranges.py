@@ -20,6 +20,7 @@ from types import NoneType
 from typing import NoReturn, TypeVar, get_args, get_origin
 
 from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.provenance import write_error
 
 ALIASES = {"spec.k": "spec.num_speculative_tokens"}
 
@@ -150,7 +151,8 @@ class OptionParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the program with one line, without the usage, and code 2."""
-        self.exit(2, f"error: {message}; {self.prog} --help lists the options.\n")
+        write_error(f"{message}; {self.prog} --help lists the options.")
+        self.exit(2)
 
 
 def positive(word: str) -> int:

@@ -34,7 +34,11 @@ def commit_entry(
     emitted: list[int],
     drafts: list[int],
 ) -> tuple[int, int]:
-    """Apply a step's result to a request that is live; drafts that it verified, and accepted."""
+    """Apply a step's result to a request that is live.
+
+    Returns:
+        Drafts that the step verified, and those of them that it accepted.
+    """
     request = entry.request
     request.num_target_forwards += not entry.is_prefill
     if not (entry.ends_at_newest_token or entry.ends_recompute):
@@ -73,8 +77,7 @@ def _continue(scheduler: Scheduler, request: Request, drafts: list[int]) -> None
         return
     num_tokens = len(request.token_ids)
     request.num_computed_tokens = num_tokens - 1
-    if scheduler.blocks.prefix_cache is not None:
-        scheduler.blocks.publish(request, num_rows=num_tokens - 1)
+    scheduler.blocks.publish(request, num_rows=num_tokens - 1)
     room = scheduler.max_model_len - num_tokens
     request.draft_token_ids = drafts if len(drafts) <= room else drafts[:room]
 

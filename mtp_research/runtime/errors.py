@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 CTRL_C_EXIT_CODE = 130  # where nothing goes on
-CLOSED_OUTPUT_EXIT_CODE = 141  # as of a program that the system ends for it
+CLOSED_OUTPUT_EXIT_CODE = 141  # that of a program which SIGPIPE ends
 
 # The call that takes what a section of the configuration holds.
 _PYTHON_CALLS = {
@@ -193,7 +193,8 @@ def drops_closed_output() -> bool:
     output = sys.stdout.fileno()
     poll = select.poll()
     poll.register(output, 0)
-    is_closed = any(flags & select.POLLERR for _, flags in poll.poll(0))
+    gone = select.POLLERR | select.POLLHUP
+    is_closed = any(flags & gone for _, flags in poll.poll(0))
     if is_closed:
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     return is_closed

@@ -69,6 +69,7 @@ _OPTIONS = {
     "model.device": "--device",
     "model.dtype": "--dtype",
     "model.path": "--target",
+    "sampling.max_new_tokens": "--max-new-tokens",
     "sampling.temperature": "--temperature",
     "sampling.top_k": "--top-k",
     "sampling.top_p": "--top-p",

@@ -90,7 +90,11 @@ class Request:
         self.num_prefill_tokens = len(self.token_ids)
 
     def note_round(self, *, num_drafted: int, num_emitted: int) -> int:
-        """Count the verification of so many drafts, and time the first token; those accepted."""
+        """Count the verification of so many drafts, and time the first token.
+
+        Returns:
+            The drafts that were accepted.
+        """
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter()
         num_accepted = num_drafted if num_emitted > num_drafted else max(num_emitted - 1, 0)

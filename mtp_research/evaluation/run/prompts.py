@@ -171,7 +171,8 @@ def encode_prompt(
     except ConfigError as fault:
         raise ConfigError(
             f"the chat template refuses prompt {prompt.question_id} ({fault.__cause__}); put "
-            "a system text into the user's turn, or choose other prompts (prompts.path)."
+            "a system text into the user's turn, ask first turns alone (prompts.turns=first), or "
+            "choose other prompts (prompts.path)."
         ) from None
 
 
