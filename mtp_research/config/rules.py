@@ -39,6 +39,13 @@ from mtp_research.config.training_schema import (
 from mtp_research.policy.fields import POLICIES, HiddenPolicy
 from mtp_research.runtime.errors import ConfigError, rule_line
 
+# Settings of one rule for the number of drafts, by key of `spec`; others ignore them.
+LENGTH_SETTINGS = {
+    "draft_p_min": "confidence",
+    "draft_table": "batch_table",
+    "draft_cost_ratio": "expected_gain",
+}
+
 # Keys that other engines do not read, or read otherwise; with them these keep their defaults.
 _OF_OWN_LOOP = (
     *("model.tp_plan", "model.device_map", "model.keep_fp8", "engine.prefix_caching"),
@@ -324,8 +331,8 @@ def _eval_faults(config: EvalConfig) -> Iterator[str]:
 def _table_faults(config: EvalConfig) -> Iterator[str]:
     """A table may give more drafts than some K of a grid, but not more than all."""
     spec, most = config.spec, max(config.spec.draft_table.values(), default=0)
-    drafts = max([spec.num_speculative_tokens, *config.grid.num_speculative_tokens])
-    if spec.draft_length == "batch_table" and most > drafts:
+    drafts = max(config.grid.num_speculative_tokens or [spec.num_speculative_tokens])
+    if "batch_table" in draft_lengths(config) and most > drafts:
         key, expected = "spec.draft_table", f"must give at most spec.k={drafts} drafts"
         yield rule_line(key, expected, dict(spec.draft_table), f"spec.k={most}")
 
@@ -352,11 +359,13 @@ def _backend_faults(config: EvalConfig) -> Iterator[str]:
         expected = f"must be greedy for {shown}"
         yield rule_line("spec.verify", expected, config.spec.verify, "spec.verify=greedy")
     fields = schema_keys(EvalConfig)
+    cells = expand(config).cells
     for key in _OF_OWN_LOOP:
-        value, usual = attrgetter(key)(config), fields[key].default
-        if value != usual:
+        usual = fields[key].default
+        others = [value for value in map(attrgetter(key), cells) if value != usual]
+        if others:
             text = json.dumps(usual).strip('"')
-            yield rule_line(key, f"must be {text} for {shown}", value, f"{key}={text}")
+            yield rule_line(key, f"must be {text} for {shown}", others[0], f"{key}={text}")
     heads = config.grid.head or [config.spec.head]
     drafts = max([config.spec.num_speculative_tokens, *config.grid.num_speculative_tokens])
     special = [head or "null" for head in heads if head in (None, "oracle")]
@@ -465,7 +474,7 @@ def _eval_placing_faults(config: EvalConfig) -> Iterator[str]:
         yield _must_be_false("engine.cuda_graphs", f"model.device_map={model.device_map}", fix)
     if model.tp_plan in ("none", "data"):
         return
-    if spec.draft_length == "expected_gain" and spec.draft_cost_ratio is None:
+    if "expected_gain" in draft_lengths(config) and spec.draft_cost_ratio is None:
         # A clock would let ranks take different decisions, and wait for each other for ever.
         expected = f"must be set for model.tp_plan={model.tp_plan}, whose ranks cannot use a clock"
         yield rule_line("spec.draft_cost_ratio", expected, "null", "spec.draft_cost_ratio=0.1")
@@ -483,7 +492,8 @@ def expand(config: EvalConfig) -> Expansion:
 
     `spec.verify=auto` becomes `greedy` or `standard` by the cell's temperature. Sampled drafts at
     temperature 0 are greedy drafts under another name: such cells are left out of a grid, unless it
-    has no other.
+    has no other. So are listed rules for the number of drafts with fewer than the most, of which
+    they choose.
     """
     made = tuple(
         _cell(config, *values)
@@ -493,14 +503,19 @@ def expand(config: EvalConfig) -> Expansion:
             config.grid.head or [config.spec.head],
             config.grid.num_speculative_tokens or [config.spec.num_speculative_tokens],
             config.grid.draft_sampling or [config.spec.draft_sampling],
+            draft_lengths(config),
         )
     )
-    cells = tuple(cell for cell in made if not _samples_at_zero(cell))
+    reasons = [_why_skipped(cell, config.grid) for cell in made]
+    cells = tuple(cell for cell, reason in zip(made, reasons, strict=True) if reason is None)
     if not cells:
         return Expansion(made, ())
-    is_skipped = len(cells) < len(made)
-    note = "spec.draft_sampling=sample at temperature 0, where drafts cannot be sampled"
-    return Expansion(cells, (note,) if is_skipped else ())
+    return Expansion(cells, tuple(dict.fromkeys(reason for reason in reasons if reason)))
+
+
+def draft_lengths(config: EvalConfig) -> list[str]:
+    """The rules for the number of drafts that are measured."""
+    return config.grid.draft_length or [config.spec.draft_length]
 
 
 def _cell(
@@ -510,6 +525,7 @@ def _cell(
     head: str | None,
     num_speculative_tokens: int,
     draft_sampling: str,
+    draft_length: str,
 ) -> EvalConfig:
     verify = config.spec.verify
     if verify == "auto":
@@ -519,8 +535,13 @@ def _cell(
         num_speculative_tokens=num_speculative_tokens,
         head=head,
         draft_sampling=draft_sampling,
+        draft_length=draft_length,
         verify=verify,
     )
+    usual = SpecConfig()
+    for name, rule in LENGTH_SETTINGS.items():
+        if rule != draft_length and rule in config.grid.draft_length:  # another cell reads it
+            setattr(spec, name, getattr(usual, name))
     return replace(
         config,
         spec=spec,
@@ -530,5 +551,11 @@ def _cell(
     )
 
 
-def _samples_at_zero(cell: EvalConfig) -> bool:
-    return cell.sampling.temperature == 0 and cell.spec.draft_sampling == "sample"
+def _why_skipped(cell: EvalConfig, grid: GridConfig) -> str | None:
+    spec, most = cell.spec, max(grid.num_speculative_tokens, default=0)
+    if cell.sampling.temperature == 0 and spec.draft_sampling == "sample":
+        return "spec.draft_sampling=sample at temperature 0, where drafts cannot be sampled"
+    is_choosing = spec.draft_length in grid.draft_length and spec.draft_length != "fixed"
+    if is_choosing and spec.num_speculative_tokens < most:
+        return f"spec.draft_length={spec.draft_length} with spec.k below {most}, which includes it"
+    return None

@@ -101,6 +101,19 @@ def test_sampled_drafts_at_temperature_zero_are_skipped_and_named() -> None:
     assert expand(compose_config(EvalConfig, words)).skipped == ()
 
 
+def test_rules_for_the_number_of_drafts_take_the_most_of_a_list() -> None:
+    words = ["spec.k=[1,3]", "spec.policy=training", "spec.draft_length=[fixed,confidence]"]
+    config = compose_config(EvalConfig, [*words, "spec.draft_p_min=0.5"])
+    assert [c.label for c in conditions_of(config)] == [
+        "baseline", "training K=1 fixed", "training K=3 fixed", "training K=3 confidence",
+    ]  # fmt: skip
+    cells, skipped = expand(config)
+    assert [c.spec.draft_p_min for c in cells] == [0.3, 0.3, 0.5]
+    assert skipped == ("spec.draft_length=confidence with spec.k below 3, which includes it",)
+    alone = compose_config(EvalConfig, ["spec.k=[1,3]", "spec.draft_length=confidence"])
+    assert len(expand(alone).cells) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -108,6 +121,12 @@ def test_sampled_drafts_at_temperature_zero_are_skipped_and_named() -> None:
         (["spec.k=[1,x]"], "spec.num_speculative_tokens must be an integer in 0..64"),
         (["spec.k=[3,3]"], "must name each value once"),
         (["spec.draft_sampling=[greedy,smple]"], "nearest: sample"),
+        (["spec.draft_length=[fixed,batch_table]", "spec.draft_table={1:5}"], "set spec.k=5"),
+        (["backend=[own,vllm]", "spec.draft_length=[confidence]"], "draft_length must be fixed"),
+        (
+            ["model.tp_plan=tensor", "spec.draft_length=[fixed,expected_gain]"],
+            "spec.draft_cost_ratio=0.1",
+        ),
         (["spec.verify=greedy", "sampling.temperature=[0,0.6]"], "set spec.verify=auto"),
         (["spec=greedy", "sampling.temperature=0.5"], "must be 0 for spec.verify=greedy, got 0.5"),
         (["engine.max_num_requests=[1,200]"], "set engine.max_num_batched_tokens=800"),
@@ -127,6 +146,7 @@ def test_impossible_list_is_refused_with_one_line(words: list[str], expected: st
     [
         (["reference=window"], "reference must be the label or policy of a condition that drafts"),
         (["spec.head=[null,oracle]", "spec.draft_length=confidence"], "set spec.draft_length="),
+        (["spec.draft_length=[fixed,batch_table]", "spec.draft_p_min=.5"], "spec.draft_p_min must"),
         (["spec.head=oracle", "spec.draft_vocabulary_size=9"], "draft_vocabulary_size=null"),
         (["spec.verify=synthetic", "spec.k=[1,2]", "spec.synthetic_rates=[0.5]"], "spec.k=2 rates"),
     ],

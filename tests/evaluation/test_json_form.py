@@ -17,13 +17,13 @@ PASS_KEYS = """wall_s decode_wall_s num_decode_tokens full_wall_s num_full_token
 FIRST_KEYS = f"""{PASS_KEYS} num_steps rows_per_step peak_memory_bytes is_resumed num_warm_ups
     backend engine_counters"""
 CONDITION_KEYS = f"""label policy num_speculative_tokens records lossless audit head verify repeats
-    max_num_requests temperature draft_sampling parts capture_s prompt_of cut_prompts scores
-    conventions
+    max_num_requests temperature draft_sampling draft_length parts capture_s prompt_of cut_prompts
+    scores conventions
     {FIRST_KEYS}"""
 SUMMARY_KEYS = """label policy num_speculative_tokens acceptance per_domain speed cost num_prompts
     num_outputs_equal_to_baseline num_steps rows_per_step lossless audit peak_memory_bytes head
-    max_num_requests temperature verify draft_sampling is_resumed thinking score backend
-    conventions"""
+    max_num_requests temperature verify draft_sampling draft_length is_resumed thinking score
+    backend conventions"""
 SPEED_KEYS = """wall_s decode_wall_s full_wall_s tokens_per_s_end_to_end tokens_per_s_decode
     tokens_per_s_full ratio_end_to_end ratio_decode ratio_full ttft_s_median inter_token_s_median
     inter_token_s_p95 num_passes tokens_per_s_end_to_end_low tokens_per_s_end_to_end_high
@@ -122,6 +122,6 @@ def test_every_shipped_results_file_is_written_again_as_it_is() -> None:
             for record in condition["records"]:
                 record.setdefault("error", None)  # newer than all of them
             newer = {"prompt_of": {}, "cut_prompts": [], "scores": None}
-            newer |= dict.fromkeys(("backend", "engine_counters", "conventions"))
+            newer |= dict.fromkeys(("backend", "engine_counters", "conventions", "draft_length"))
             condition |= {name: one for name, one in newer.items() if name not in condition}
             assert again == condition, f"{file}: {condition['label']}"

@@ -238,6 +238,7 @@ GRID = [
     _row("grid.num_speculative_tokens", [1, 2], "labels drafted"),
     _row("grid.head", [_TTT, f"{_HEADS}/chain_n1"], "labels said rounds"),
     _row("grid.draft_sampling", ["greedy", "sample"], "labels said", base=_SAMPLED),
+    _row("grid.draft_length", ["fixed", "confidence"], "labels said"),
     _row("grid.temperature", [0.0, 1.0], "labels texts", base={"spec.verify": "auto"}),
     _row("grid.max_num_requests", [1, 2], "labels said pools"),
     _price("grid.num_speculative_tokens", [1, 2], "conditions"),

@@ -396,7 +396,9 @@ def _evaluate(lab: Lab, folder: Path, changes: Changes) -> Parts:
         "drafted": of_records("num_drafted_per_round"),
         "finished": of_records("finish_reason"),
         "steps": of_conditions("num_steps", "rows_per_step"),
-        "said": of_conditions("verify", "draft_sampling", "head", "max_num_requests"),
+        "said": of_conditions(
+            *("verify", "draft_sampling", "draft_length", "head", "max_num_requests")
+        ),
         "audit": of_conditions("audit"),
         "lossless": of_conditions("lossless"),
         "num_passes": [1 + len(one["repeats"]) for one in stored["conditions"]],

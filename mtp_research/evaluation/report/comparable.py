@@ -40,6 +40,7 @@ class Setting(NamedTuple):
     temperature: str
     verify: str
     draft_sampling: str
+    draft_length: str
     batch_size: str
     target: str
     machine: str
@@ -70,6 +71,7 @@ class Entry:
             text(own.temperature, "sampling", "temperature"),
             text(own.verify, "spec", "verify"),
             text(own.draft_sampling, "spec", "draft_sampling"),
+            text(own.draft_length, "spec", "draft_length"),
             text(own.max_num_requests, "engine", "max_num_requests"),
             target_hash(report.run) or str(mapping(report.config, "model").get("path") or ""),
             ", ".join(filter(None, _hardware(report.run))),
@@ -235,6 +237,7 @@ def describe(setting: Setting, *, without: str = "") -> str:
         "temperature": f"T={printable(setting.temperature)}",
         "verify": f"{printable(setting.verify)} verification",
         "draft_sampling": f"{printable(setting.draft_sampling)} drafts",
+        "draft_length": f"{printable(setting.draft_length)} number of drafts",
         "batch_size": f"batch {printable(setting.batch_size)}",
         "text": printable(setting.text, limit=_MAX_TEXT),
         "machine": printable(setting.machine, limit=_MAX_TEXT),

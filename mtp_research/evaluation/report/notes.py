@@ -6,7 +6,7 @@ docs/metrics.md. Letter: K drafts per step.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from mtp_research.evaluation.report.stored import Report, has_engines, longest, printable
+from mtp_research.evaluation.report.stored import Report, has_engines, longest, mapping, printable
 from mtp_research.evaluation.stats.agreement import LAST_ROUND_NOTE
 from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS, Estimate
 from mtp_research.evaluation.stats.speed import MAX_DRIFT
@@ -182,13 +182,14 @@ def _turn_notes(report: Report) -> Iterator[str]:
 
 def _draft_length_note(report: Report) -> Iterator[str]:
     """A step without drafts is no round, which flatters a rule that drafts where it is easy."""
-    spec = report.config.get("spec")
-    rule = spec.get("draft_length", "fixed") if isinstance(spec, Mapping) else "fixed"
-    if rule != "fixed":
-        yield (
-            f"warning: spec.draft_length={rule}: steps without drafts are no rounds; compare such "
-            "runs by target forwards per token, not by acceptance length"
-        )
+    usual = mapping(report.config, "spec").get("draft_length", "fixed")  # all that old files tell
+    drafting = (one for one in report.conditions if one.num_speculative_tokens > 0)
+    for rule in dict.fromkeys(str(one.draft_length or usual) for one in drafting):
+        if rule != "fixed":
+            yield (
+                f"warning: spec.draft_length={printable(rule)}: steps without drafts are no "
+                "rounds; compare such runs by target forwards per token, not by acceptance length"
+            )
 
 
 def _training_note(report: Report) -> Iterator[str]:

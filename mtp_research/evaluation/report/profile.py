@@ -69,6 +69,7 @@ def _condition(condition: ConditionResult, report: Report) -> dict[str, object]:
         "temperature": condition.temperature,
         "verify": condition.verify,
         "draft_sampling": condition.draft_sampling,
+        "draft_length": condition.draft_length,
         "head": condition.head,
         "head_sha256": head.get("sha256"),
         **_measured(records, num_drafts),

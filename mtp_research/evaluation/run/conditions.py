@@ -138,7 +138,7 @@ def _label(
     *,
     is_baseline: bool,
 ) -> str:
-    """`training`, or `training ttt_n1 K=3 sample T=0.6 R=8` where all of these differ."""
+    """`training`, or `training ttt_n1 K=3 sample fixed T=0.6 R=8` where all of these differ."""
     drafting = [other for other in cells if other.spec.num_speculative_tokens > 0]
     words = [first]
     if not is_baseline:
@@ -149,6 +149,8 @@ def _label(
             words.append(f"K={cell.spec.num_speculative_tokens}")
         if _differ(other.spec.draft_sampling for other in drafting):
             words.append(cell.spec.draft_sampling)
+        if _differ(other.spec.draft_length for other in drafting):
+            words.append(cell.spec.draft_length)
     if _differ(other.sampling.temperature for other in cells):
         words.append(f"T={cell.sampling.temperature:g}")
     if _differ(other.engine.max_num_requests for other in cells):

@@ -148,6 +148,7 @@ def _result(
         temperature=condition.group.temperature,
         verify=condition.config.spec.verify,
         draft_sampling=condition.config.spec.draft_sampling if is_drafting else None,
+        draft_length=condition.config.spec.draft_length if is_drafting else None,
         prompt_of=prompt_of,
         cut_prompts=conversations.cut_prompts(first.records),
         conventions=condition.conventions,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
-from mtp_research.config.rules import expand
+from mtp_research.config.rules import LENGTH_SETTINGS, expand
 from mtp_research.config.schema import VERSIONS, EvalConfig, SamplingConfig, SpecConfig
 from mtp_research.decode.draft.draft_length import (
     BatchTableLength,
@@ -93,13 +93,9 @@ def draft_length(spec: SpecConfig) -> DraftLength:
     Raises:
         ConfigError: a value is out of range, or the rule does not read it.
     """
-    readers = {
-        "draft_p_min": ("confidence", spec.draft_p_min != SpecConfig.draft_p_min),
-        "draft_table": ("batch_table", bool(spec.draft_table)),
-        "draft_cost_ratio": ("expected_gain", spec.draft_cost_ratio is not None),
-    }
-    for name, (rule, is_set) in readers.items():
-        if is_set and spec.draft_length != rule:
+    usual = SpecConfig()
+    for name, rule in LENGTH_SETTINGS.items():
+        if spec.draft_length != rule and getattr(spec, name) != getattr(usual, name):
             raise ConfigError(
                 f"spec.{name} must be left alone for spec.draft_length={spec.draft_length}; "
                 f"set spec.draft_length={rule}."

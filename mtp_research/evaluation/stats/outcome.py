@@ -97,6 +97,7 @@ class ConditionResult:
     temperature: float | None = None  # of the target's sampling
     verify: str | None = None  # verification rule
     draft_sampling: str | None = None  # how drafts were chosen
+    draft_length: str | None = None  # rule for their number; None in older files, too
     prompt_of: Mapping[str, str] = field(default_factory=dict)  # later turn's id -> prompt's id
     cut_prompts: tuple[str, ...] = ()  # ids of prompts whose next turn did not fit the context
     # 1 for a right answer and 0 for a wrong one, by prompt's id; None where nothing was scored

@@ -264,7 +264,7 @@ def _result_fields(result: ConditionResult) -> dict[str, object]:
 def _summary_fields(summary: ConditionSummary) -> dict[str, object]:
     of_result = ("label", "policy", "num_speculative_tokens", "lossless", "audit", "head",
                  "max_num_requests", "temperature", "verify", "draft_sampling",
-                 "conventions")  # fmt: skip
+                 "draft_length", "conventions")  # fmt: skip
     return {
         **_some(summary.result, of_result),
         **_some(summary.result.first, _SUMMARISED),
