@@ -557,5 +557,6 @@ def _why_skipped(cell: EvalConfig, grid: GridConfig) -> str | None:
         return "spec.draft_sampling=sample at temperature 0, where drafts cannot be sampled"
     is_choosing = spec.draft_length in grid.draft_length and spec.draft_length != "fixed"
     if is_choosing and spec.num_speculative_tokens < most:
-        return f"spec.draft_length={spec.draft_length} with spec.k below {most}, which includes it"
+        rule = f"spec.draft_length={spec.draft_length}"
+        return f"{rule} with spec.k below {most}: it makes fewer than {most} by itself"
     return None
