@@ -233,7 +233,11 @@ class Ledger:
             self.recent.add_rounds(count, num_drafted=num_drafted, num_accepted=num_accepted)
         self.stats.num_target_rows += num_target_rows
         self.stats.num_emitted_tokens += num_emitted
-        self.recent.add_step(has_prompts=launched.num_prompt_rows > 0)
+        self.recent.add_step(
+            launched.num_prompt_rows,
+            num_decoding=sum(not entry.is_prefill for entry in launched.entries),
+            num_passes=launched.num_passes,
+        )
 
     def _end_step(
         self, committed: Launched | None, started: Launched | None, *, seconds: float

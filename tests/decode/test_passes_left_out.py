@@ -17,6 +17,7 @@ from mtp_research.decode.draft.draft_length import (
     DraftLength,
     ExpectedGainLength,
     FixedLength,
+    MixedSteps,
     RecentRounds,
     StepKind,
 )
@@ -418,22 +419,58 @@ def test_prompts_cost_what_the_steps_cost_that_hold_them() -> None:
         return recent.rate(1, 8, rows_a_token=rows_a_token)
 
     assert rate(0.0) == pytest.approx(tokens / 0.5)
-    # 38.4 prompt rows a step beside 16 others: four steps in five are full of them, if no more
-    # steps than that have any.
+    # 38.4 prompt rows a step beside 16 others: four steps in five are full of them.
     assert rate(3.0) == pytest.approx(tokens / (0.2 * 0.5 + 0.8 * 2.0))
-    recent.mixed_share = 0.9
-    assert rate(3.0) == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 2.0))
-    # 12.8 rows a step, 14.2 in each that has any
-    assert rate(1.0) == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 1.5))
-    # 76.8 rows a step, more than fit
-    assert rate(6.0) == pytest.approx(tokens / (76.8 / 48 * 2.0))
-    recent.max_rows = 144  # 85.3 in each, where nothing was timed above 64
-    assert rate(6.0) == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 2.0 * (16 + 76.8 / 0.9) / 64))
+    # 9.6 rows for each that decodes: 5.5 of them and their prompts fill all steps.
+    fed = 64 / (2 + 9.6)
+    assert rate(6.0) == pytest.approx(fed * 1.6 / 2.0)
+    recent.max_rows = 96  # 8 with 76.8 rows, where nothing was timed above 64
+    assert rate(6.0) == pytest.approx(tokens / (2.0 * (16 + 76.8) / 64))
     recent.max_rows, recent.num_passes = 64, 1
     for _ in range(4):
         recent.times.note(StepKind(1, True), 1, size=17, seconds=4.5)
         recent.times.note(StepKind(1, True), 1, size=65, seconds=99.0)  # was not replayed
-    assert rate(6.0) == pytest.approx(tokens / (76.8 / 48 * 6.0)), "they took three times as long"
+    assert rate(6.0) == pytest.approx(fed * 1.6 / 6.0), "they took three times as long"
+
+
+def test_steps_with_prompts_are_like_the_latest() -> None:
+    recent = priced(max_rows=64, half_life_steps=1.0)
+    recent.times.prices[StepKind(1, True)] = {16: {1: 1.0}, 32: {1: 1.5}, 64: {1: 2.0}}
+    recent.times.prices[StepKind(K, True)] = {64: dict.fromkeys(range(4), 4.0)}
+    recent.add_step(24, num_decoding=9, num_passes=K)  # 60 rows, and eight decode at most
+    assert recent.rate(1, 8, rows_a_token=2.0) == pytest.approx(8 * 1.6 / 2.0), "25.6 in every one"
+    # 6.4 rows a step, 24 in each that has any
+    shared = 6.4 / 24
+    seconds = (1.0 - shared) * 0.5 + shared * 2.0
+    assert recent.rate(1, 8, rows_a_token=0.5) == pytest.approx(8 * 1.6 / seconds)
+    # Then one that was full: four decoded in 16 rows, beside 48 prompt rows. With one pass there
+    # would be 56. It counts twice as much.
+    recent.add_step(48, num_decoding=4, num_passes=K)
+    recent.add_step(0, num_decoding=8, num_passes=K)
+    for num_passes, tokens, full in ((1, 1.6, 56), (K, 2.05, 48)):
+        num_away, num_rows = 4 * 2 / 3, 24 / 3 + full * 2 / 3
+        share = 8 * tokens / (num_rows + tokens * num_away)
+        made = tokens * (8 - share * num_away)
+        price = {1: 2.0, K: 4.0}[num_passes]
+        seconds = (1.0 - share) * {1: 0.5, K: 1.0}[num_passes] + share * price
+        found = recent.rate(num_passes, 8, rows_a_token=1.0)
+        assert found == pytest.approx(made / seconds), num_passes
+
+
+def test_a_batch_that_fills_up_counts_as_large_as_one_was() -> None:
+    """One pass pays for eight requests, and not for the four that run yet."""
+    recent = priced((9.0, 0.3))
+    rule = ExpectedGainLength()
+
+    def said(batch_size: int, num_waiting: int) -> int:
+        waiting = itertools.repeat(300, num_waiting)
+        return rule.num_passes(
+            batch_size=batch_size, waiting=waiting, is_admitting=True, recent=recent
+        )
+
+    assert said(4, 200) == K, "eight were never seen"
+    assert said(8, 200) == 1
+    assert (said(4, 200), said(4, 3)) == (1, K)
 
 
 def test_the_prompts_that_wait_are_in_sight() -> None:
@@ -453,10 +490,10 @@ def test_the_prompts_that_wait_are_in_sight() -> None:
 
 def test_recent_steps_and_texts_are_counted() -> None:
     recent = RecentRounds(DraftPlan(POLICIES["training"], K, 1), half_life_steps=1.0)
-    for has_prompts in (True, False, True):
-        recent.add_step(has_prompts=has_prompts)
+    for num_prompt_rows in (10, 0, 20):
+        recent.add_step(num_prompt_rows, num_decoding=4, num_passes=K)
     assert recent.num_seen == 3
-    assert recent.mixed_share == 0.5 + 0.125
+    assert recent.mixed == {False: MixedSteps(1.5, 6.0, 25.0)}, "none of them was full"
     recent.add_text(2)
     recent.add_text(5)
     assert (recent.num_texts, recent.output_tokens) == (1.5, 6.0)
@@ -471,7 +508,7 @@ def test_a_decoder_counts_its_steps_and_texts(models) -> None:
     run(decoder, sampling=SamplingParams(max_new_tokens=12))
     recent = decoder.recent
     assert recent.num_seen == decoder.stats.num_steps
-    assert 0 < recent.mixed_share < 1
+    assert 0 < recent.mixed[False].weight < recent.num_seen
     assert recent.output_tokens / recent.num_texts == pytest.approx(12)
     recent.forget_texts()
     decoder.abort(decoder.add_request(PROMPTS[0]))

@@ -87,7 +87,9 @@ class RecentRounds:
     step_seconds: dict[int, deque[float]] = field(default_factory=dict)
     times: "StepTimes" = field(default_factory=lambda: StepTimes())
     num_seen: int = 0  # steps of any kind
-    mixed_share: float = 0.0  # of recent ones, those with prompt rows
+    most_running: int = 1  # requests at a time
+    # recent ones with prompt rows: those that had every row that a step may have, and others
+    mixed: "dict[bool, MixedSteps]" = field(default_factory=dict)
     # requests that ended of late, fading, and the tokens of their outputs
     num_texts: float = field(init=False)
     output_tokens: float = field(init=False)
@@ -116,10 +118,15 @@ class RecentRounds:
         if num_accepted < num_drafted:
             reached[num_accepted] += count
 
-    def add_step(self, *, has_prompts: bool) -> None:
-        """Count a step of any kind."""
+    def add_step(self, num_prompt_rows: int, *, num_decoding: int, num_passes: int) -> None:
+        """Count a step with `num_decoding` requests that decode, with rows for all their drafts."""
         self.num_seen += 1
-        self.mixed_share += (1.0 - self._fading) * (has_prompts - self.mixed_share)
+        if num_prompt_rows:
+            num_rows = num_prompt_rows + num_decoding * (num_passes + 1)
+            for kind in self.mixed.values():
+                kind.fade(self._fading)
+            kind = self.mixed.setdefault(num_rows >= self.max_rows, MixedSteps())
+            kind.add(num_decoding=num_decoding, num_prompt_rows=num_prompt_rows)
 
     def add_admissions(self, num_tokens: Sequence[int], *, is_queue: bool) -> None:
         """Count texts that begin in a step, by their tokens; anew where others wait behind them."""
@@ -170,23 +177,55 @@ class RecentRounds:
     def rate(self, num_passes: int, batch_size: int, *, rows_a_token: float = 0.0) -> float:
         """Expected tokens a second of steps of `num_passes` passes, with the best n for them.
 
-        `rows_a_token` prompt rows come with each token of output: as many steps have some as of
-        late, or as many as it takes. All numbers of passes and drafts take as much more than their
-        price as steps do now: what was seen of another is of other texts, or of none.
+        `rows_a_token` prompt rows come with each token of output. All numbers of passes and drafts
+        take as much more than their price as steps do now: what was seen of another is of other
+        texts, or of none.
         """
-        times, tokens = self.times, expected_tokens(self.conditional_acceptance())
-        kind, mixed = StepKind(num_passes, False), StepKind(num_passes, True)
+        times, mixed = self.times, StepKind(num_passes, True)
         usual = times.usual(self._kind(False)), times.usual(self._kind(True))
-        costs = times.priced(kind, size=batch_size, usual=usual[0])
-        if rows_a_token and times.prices.get(mixed):
-            room = max(self.max_rows - batch_size * (num_passes + 1), 1)  # rows that drafts leave
-            for n, cost in costs.items():
-                num_prompt_rows = batch_size * tokens[n] * rows_a_token
-                share = max(self.mixed_share, num_prompt_rows / room)
-                size = batch_size * (n + 1) + num_prompt_rows / share
-                price = times.priced(mixed, size=size, usual=usual[1])[n]
-                costs[n] = max(1.0 - share, 0.0) * cost + share * price
-        return max(batch_size * tokens[n] / cost for n, cost in costs.items())
+        costs = times.priced(StepKind(num_passes, False), size=batch_size, usual=usual[0])
+        if not times.prices.get(mixed):
+            rows_a_token = 0.0
+        rates = []
+        for n, tokens in enumerate(expected_tokens(self.conditional_acceptance())):
+            if n not in costs:
+                continue
+            share, steps = self._with_prompts(batch_size, num_passes, rows_a_token * tokens)
+            seconds, num_decoding = (1.0 - share) * costs[n], (1.0 - share) * batch_size
+            for step in steps:
+                size = step.num_decoding * (n + 1) + step.num_prompt_rows
+                priced = times.priced(mixed, size=size, usual=usual[1])[n]
+                seconds += share * step.weight * priced
+                num_decoding += share * step.weight * step.num_decoding
+            rates.append(num_decoding * tokens / seconds)
+        return max(rates)
+
+    def _with_prompts(
+        self, batch_size: int, num_passes: int, wanted: float
+    ) -> tuple[float, list["MixedSteps"]]:
+        """Share of the steps that have prompt rows, and means of these, whose weights make 1.
+
+        They are like the latest: in full ones prompts take what decoding rows leave, and fewer than
+        all requests decode. So many have prompt rows that there are `wanted` for each request that
+        decodes; where all have, so many decode as these feed.
+        """
+        if not wanted:
+            return 0.0, []
+        kinds = self.mixed or {True: MixedSteps(1.0, batch_size)}
+        total, steps = sum(kind.weight for kind in kinds.values()), []
+        for is_full, kind in kinds.items():
+            if kind.weight:
+                num_decoding = min(kind.num_decoding / kind.weight, batch_size)
+                rows = kind.num_prompt_rows / kind.weight
+                if is_full:
+                    rows = max(self.max_rows - num_decoding * (num_passes + 1), 1.0)
+                steps.append(MixedSteps(kind.weight / total, num_decoding, rows))
+        num_away = batch_size - sum(step.weight * step.num_decoding for step in steps)
+        num_rows = sum(step.weight * step.num_prompt_rows for step in steps) + wanted * num_away
+        if batch_size * wanted <= num_rows:
+            return batch_size * wanted / num_rows, steps
+        num_fed = min(self.max_rows / (num_passes + 1 + wanted), batch_size)
+        return 1.0, [MixedSteps(1.0, num_fed, num_fed * wanted)]
 
     def _kind(self, has_prompts: bool) -> "StepKind":
         return StepKind(self.num_passes, has_prompts)
@@ -209,6 +248,27 @@ class RecentRounds:
         if 0 not in medians or most == 0 or medians[0] <= 0:
             return None
         return max(medians[most] / medians[0] - 1.0, 0.0) / most
+
+
+@dataclass
+class MixedSteps:
+    """Sums over recent steps with prompt rows, in which older ones count less."""
+
+    weight: float = 0.0  # steps
+    num_decoding: float = 0.0  # requests
+    num_prompt_rows: float = 0.0
+
+    def fade(self, factor: float) -> None:
+        """Let what was seen count less."""
+        self.weight *= factor
+        self.num_decoding *= factor
+        self.num_prompt_rows *= factor
+
+    def add(self, *, num_decoding: int, num_prompt_rows: int) -> None:
+        """Count a step."""
+        self.weight += 1.0
+        self.num_decoding += num_decoding
+        self.num_prompt_rows += num_prompt_rows
 
 
 class StepKind(NamedTuple):
@@ -462,6 +522,7 @@ class ExpectedGainLength:
             is_admitting: whether a text begins in this step.
             recent: what was accepted, how long steps take, and who began without a queue.
         """
+        recent.most_running = max(recent.most_running, batch_size)
         if recent.num_texts < _LEAST_TEXTS:
             return recent.num_passes
         is_less = recent.num_passes < len(recent.reached)
@@ -477,16 +538,19 @@ def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds)
 
     Those left out are so for the requests that run now and for those that follow them; once nobody
     waits the batch shrinks, where more drafts pay. So fewer passes must take less time for all that
-    is in sight: half of what these requests write, and the prompts and outputs of those that wait,
-    in a batch as large; the other half in one half as large. It takes 2 % less to leave passes out,
-    and 6 % to leave out the first: then nothing tells any more what drafts are worth.
+    is in sight, the prompts and outputs of those that wait included: half of what a batch writes in
+    one half as large, all else in a batch as large as was seen, which may be filling up. It takes
+    2 % less to leave passes out, and 6 % to leave out the first: then nothing tells any more what
+    drafts are worth.
     """
     now = recent.num_passes
     fewer = {kind.num_passes for kind in recent.times.prices if kind.num_passes < now}
     if not fewer:
         return now
+    num_texts = batch_size + len(waiting)
+    batch_size = min(num_texts, recent.most_running)
     length, half = recent.output_tokens / recent.num_texts, max(batch_size // 2, 1)
-    tokens = (len(waiting) + batch_size / 2) * length, batch_size / 2 * length
+    tokens = (num_texts - batch_size / 2) * length, batch_size / 2 * length
     rows_a_token = sum(waiting) / tokens[0]
 
     def seconds(m: int) -> float:
