@@ -122,6 +122,28 @@ def test_steps_with_the_kernel_for_the_best_token_are_what_is_stored() -> None:
     assert f"{change:.1f} %, shares {shares}".replace("0.7", ".7") in page
 
 
+def test_latest_steps_are_what_is_stored() -> None:
+    stored = json.loads((ROOT / "docs" / "results" / "bench_decode.json").read_text())["one_stream"]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    found = []
+    for row in stored["rows"]:
+        times, shares = (
+            " and ".join(map(form, row[name]))
+            for name, form in (
+                ("step_ms", "{:.3f}".format),
+                ("share", lambda share: f"{share:.3f}".removeprefix("0")),
+            )
+        )
+        unit = " ms" * (not found)
+        found.append(
+            f"{times}{unit} ({row['before_ms'][0]:.3f}), {'shares ' * (not found)}{shares}"
+        )
+    one, three, many, many_three, flash, flash_three = found
+    assert f"MiMo-7B at batch 1 {one}, and at K = 3 {three}; at batch 32 {many}, and at" in page
+    assert f"and at K = 3 {many_three}; GLM-4.7-Flash at batch 1 {flash}, and at K = 3" in page
+    assert f"K = 3 {flash_three}.\n" in page
+
+
 def test_extras_reach_the_requests_and_are_compared_with_none(tmp_path: Path, monkeypatch) -> None:
     seen = []
     measure = bench_row.measure_bytes
