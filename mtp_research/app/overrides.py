@@ -161,8 +161,8 @@ def _fault(schema: Schema, word: str, groups: dict[str, list[str]], *, is_many: 
             return f"{key} must stay below output_dir, got {value}; set output_dir=A,B."
         fixed = next((name for name in _OUTPUT_KEYS if key == name), None)
         return fixed and f"{fixed} follows output_dir, got {value}; set output_dir={value}."
-    if not has_value and not word.startswith("~"):
-        return f"an argument must read NAME=VALUE, got {word}; --help lists the names."
+    if not key or (not has_value and not word.startswith("~")):
+        return f"an argument must read NAME=VALUE without spaces, got {word}; --help lists names."
     if value.startswith("{") and any(name.startswith(f"{key}.") for name in schema_keys(schema)):
         first = re.match(r"\{\s*([\w.]+)\s*:\s*([^,}]*)", value)
         example = f"{key}.{first[1]}={first[2].strip()}" if first else f"{key}.NAME=VALUE"
@@ -301,7 +301,10 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
         if re.match(r"[\w.+~/]+=", name) or "." in name:
             value = "" if "=" in name else "=VALUE"
             raise ConfigError(f"{word} is not a flag; drop the dashes: {name}{value}.")
-        raise ConfigError(f"{word} is not a flag{nearest(word, known)}; --help lists the flags.")
+        raise ConfigError(
+            f"{word} is not a flag{nearest(word, known)}; --help lists flags, and keys, which are "
+            "written NAME=VALUE."
+        )
     if (flags.resolve or flags.package) and not flags.cfg:
         raise ConfigError("--resolve and --package go with --cfg, got no --cfg; add --cfg job.")
     return flags

@@ -23,6 +23,16 @@ from mtp_research.runtime.errors import ConfigError
 from mtp_research.runtime.provenance import write_error
 
 ALIASES = {"spec.k": "spec.num_speculative_tokens"}
+# What other programs call a key: what this one calls it, to be named where it is asked for.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "epochs": "max_steps",
+    "num_epochs": "max_steps",
+    "max_seq_length": "seq_len",
+    "max_tokens": "max_new_tokens",
+    "max_num_seqs": "max_num_requests",
+    "gpu_memory_utilization": "memory_fraction",
+}
 
 Field = dataclasses.Field[object]
 Number = TypeVar("Number", int, float, int | None, float | None)
@@ -126,10 +136,12 @@ def _one_value(item: Field, kind: object) -> str:
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `; nearest: a, b` for the closest valid names, or nothing when none is close."""
     known = sorted(set(choices))
-    tail = word.rsplit(".", 1)[-1]
-    tails = {name.rsplit(".", 1)[-1] for name in known}
+    section, _, tail = word.rpartition(".")
+    tails = {name.rpartition(".")[2] for name in known}
+    tail = _ELSEWHERE.get(tail, tail)
     close_tails = difflib.get_close_matches(tail, sorted(tails), n=1, cutoff=0.75)
-    found = [name for name in known if name.rsplit(".", 1)[-1] in close_tails]
+    found = [name for name in known if name.rpartition(".")[2] in close_tails]
+    found.sort(key=lambda name: name.rpartition(".")[0] != section)
     found += difflib.get_close_matches(word, known, n=3, cutoff=0.5)
     names = list(dict.fromkeys(found))[:3]
     return f"; nearest: {', '.join(names)}" if names else ""
