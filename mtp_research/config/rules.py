@@ -492,8 +492,8 @@ def expand(config: EvalConfig) -> Expansion:
 
     `spec.verify=auto` becomes `greedy` or `standard` by the cell's temperature. Sampled drafts at
     temperature 0 are greedy drafts under another name: such cells are left out of a grid, unless it
-    has no other. So are listed rules for the number of drafts with fewer than the most, of which
-    they choose.
+    has no other. So are rules that are listed beside `fixed`: with fewer drafts than the most, of
+    which they choose, and without heads.
     """
     made = tuple(
         _cell(config, *values)
@@ -555,8 +555,11 @@ def _why_skipped(cell: EvalConfig, grid: GridConfig) -> str | None:
     spec, most = cell.spec, max(grid.num_speculative_tokens, default=0)
     if cell.sampling.temperature == 0 and spec.draft_sampling == "sample":
         return "spec.draft_sampling=sample at temperature 0, where drafts cannot be sampled"
-    is_choosing = spec.draft_length in grid.draft_length and spec.draft_length != "fixed"
-    if is_choosing and spec.num_speculative_tokens < most:
-        rule = f"spec.draft_length={spec.draft_length}"
+    if "fixed" not in grid.draft_length or spec.draft_length == "fixed":
+        return None
+    rule = f"spec.draft_length={spec.draft_length}"
+    if spec.num_speculative_tokens < most:
         return f"{rule} with spec.k below {most}: it makes fewer than {most} by itself"
+    if spec.head in (None, "oracle"):
+        return f"{rule} with spec.head={spec.head or 'null'}, which has no passes to leave out"
     return None

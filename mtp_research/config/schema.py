@@ -263,7 +263,7 @@ class GridConfig:
     num_speculative_tokens: list[int] = axis(SpecConfig, "spec.num_speculative_tokens")
     head: list[str | None] = axis(SpecConfig, "spec.head")  # its values
     draft_sampling: list[str] = axis(SpecConfig, "spec.draft_sampling")  # its values
-    # Its values; rules other than fixed take the greatest K alone, of which they choose.
+    # Its values; rules beside fixed take the greatest K alone, of which they choose.
     draft_length: list[str] = axis(SpecConfig, "spec.draft_length")
     temperature: list[float] = axis(SamplingConfig, "sampling.temperature")  # its values
     max_num_requests: list[int] = axis(EngineConfig, "engine.max_num_requests")  # its values

@@ -108,7 +108,9 @@ def _compare_text(paths: Sequence[Path]) -> str:
         raise ConfigError("\n".join(lines)) from None
     grids = [plain_text(paired_grid(pair)) for pair in pairs.values()]
     known = (w for s in (*ours.summaries, *theirs.summaries) for w in s.acceptance.warnings)
-    warnings = dict.fromkeys([*_policy_differences(ours, theirs), *known])
+    warnings = dict.fromkeys(
+        [*_policy_differences(ours, theirs), *_rule_differences(ours, theirs), *known]
+    )
     grids += [f"warning: {warning}" for warning in warnings]
     title = f"{runs[0].name} - {runs[1].name}, {len(ours.prompts)} prompts"
     return "\n\n".join([title, *grids])
@@ -222,6 +224,24 @@ def _policy_differences(ours: Report, theirs: Report) -> list[str]:
         f"{escaped(str(mine[name]))} and {escaped(str(other[name]))}"
         for name in sorted(mine.keys() & other.keys())
         if mine[name] != other[name]
+    ]
+
+
+def _rule_differences(ours: Report, theirs: Report) -> list[str]:
+    """Conditions of one name and other rules for the number of drafts."""
+    mine, other = (
+        {
+            c.label: c.draft_length or str(mapping(one.config, "spec").get("draft_length", "fixed"))
+            for c in one.conditions
+            if c.num_speculative_tokens > 0
+        }
+        for one in (ours, theirs)
+    )
+    return [
+        f"{printable(label)} makes drafts by spec.draft_length={printable(mine[label])} and "
+        f"{printable(other[label])}; compare target forwards per token, not acceptance lengths"
+        for label in sorted(mine.keys() & other.keys())
+        if mine[label] != other[label]
     ]
 
 

@@ -412,7 +412,8 @@ def test_no_step_is_shorter_than_what_the_host_does_in_it() -> None:
 def test_prompts_cost_what_the_steps_cost_that_hold_them() -> None:
     """Eight requests, three tokens of prompt for one of output; steps of 16, 32 and 64 rows."""
     recent = priced(max_rows=64)
-    recent.times.prices[StepKind(1, True)] = {16: {1: 1.0}, 32: {1: 1.5}, 64: {1: 2.0}}
+    prices = {16: {1: 1.0}, 32: {1: 1.5}, 64: {1: 2.0}}
+    recent.times.prices[StepKind(1, True)] = prices
     tokens = 8 * 1.6
 
     def rate(rows_a_token: float) -> float:
@@ -423,7 +424,9 @@ def test_prompts_cost_what_the_steps_cost_that_hold_them() -> None:
     assert rate(3.0) == pytest.approx(tokens / (0.2 * 0.5 + 0.8 * 2.0))
     # 9.6 rows for each that decodes: 5.5 of them and their prompts fill all steps.
     fed = 64 / (2 + 9.6)
+    prices[128] = {1: 2.0}
     assert rate(6.0) == pytest.approx(fed * 1.6 / 2.0)
+    del prices[128]
     recent.max_rows = 96  # 8 with 76.8 rows, where nothing was timed above 64
     assert rate(6.0) == pytest.approx(tokens / (2.0 * (16 + 76.8) / 64))
     recent.max_rows, recent.num_passes = 64, 1
@@ -457,6 +460,31 @@ def test_steps_with_prompts_are_like_the_latest() -> None:
         assert found == pytest.approx(made / seconds), num_passes
 
 
+def test_more_prompt_rows_never_bring_more_tokens() -> None:
+    """Nor less at a stroke, where all steps have some."""
+    recent = priced(max_rows=64)
+    recent.times.prices[StepKind(1, True)] = {64: {1: 2.0}}
+    recent.add_step(6, num_decoding=4, num_passes=1)
+    rates = [recent.rate(1, 8, rows_a_token=0.01 * i) for i in range(600)]
+    pairs = list(itertools.pairwise(rates))
+    assert all(0.9 * left < right <= left + 1e-9 for left, right in pairs)
+    assert rates[-1] == pytest.approx(4 * 1.6 / 2.0), "as many decode as did"
+
+
+def test_rows_of_fewer_drafts_are_fewer_beside_prompts() -> None:
+    """Three passes of which one draft pays: 16 decoding rows and 16 others, not 48 in all."""
+    recent = priced(max_rows=96)
+    recent.reached, recent.accepted = [1e9, 1e9, 1e9], [6e8, 0, 0]
+    recent.times.prices[StepKind(K, True)] = {
+        32: dict.fromkeys(range(4), 1.0),
+        96: dict.fromkeys(range(4), 5.0),
+    }
+    recent.add_step(16, num_decoding=8, num_passes=K)
+    shared = 8 * 1.6 / 16
+    expected = 8 * 1.6 / ((1.0 - shared) * 1.0 + shared * 1.0)
+    assert recent.rate(K, 8, rows_a_token=1.0) == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_batch_that_fills_up_counts_as_large_as_one_was() -> None:
     """One pass pays for eight requests, and not for the four that run yet."""
     recent = priced((9.0, 0.3))
@@ -469,8 +497,15 @@ def test_a_batch_that_fills_up_counts_as_large_as_one_was() -> None:
         )
 
     assert said(4, 200) == K, "eight were never seen"
-    assert said(8, 200) == 1
-    assert (said(4, 200), said(4, 3)) == (1, K)
+    assert said(8, 200) == said(4, 200) == 1
+    asked = []
+    recent.rate = lambda m, size, rows_a_token=0.0: asked.append((m, size, rows_a_token)) or 1.0
+    said(4, 2)
+    assert {size for _, size, _ in asked} == {6, 3}, "no more than there are"
+    # 300 tokens in a batch of half the size, and 300 others for the 600 rows that wait
+    assert {rows for *_, rows in asked} == {0.0, 2.0}
+    del recent.rate
+    assert [said(4, 200) for _ in range(20)][-1] == K, "others wait, and no more run"
 
 
 def test_the_prompts_that_wait_are_in_sight() -> None:
@@ -504,11 +539,29 @@ def test_recent_steps_and_texts_are_counted() -> None:
 
 
 def test_a_decoder_counts_its_steps_and_texts(models) -> None:
-    decoder, _ = build(*models, FixedLength(), "training")
-    run(decoder, sampling=SamplingParams(max_new_tokens=12))
-    recent = decoder.recent
+    decoder, _ = build(*models, FixedLength(), "training", max_num_batched_tokens=12)
+    steps: list[Schedule] = []
+    schedule = decoder.scheduler.schedule
+
+    def noted() -> Schedule:
+        steps.append(schedule())
+        return steps[-1]
+
+    decoder.scheduler.schedule = noted
+    prompts = [[8], [11, 12], list(range(2, 40)), *PROMPTS]
+    run(decoder, prompts, sampling=SamplingParams(max_new_tokens=12))
+    recent, expected = decoder.recent, {}
     assert recent.num_seen == decoder.stats.num_steps
-    assert 0 < recent.mixed[False].weight < recent.num_seen
+    for entries in (step.entries for step in steps if step.num_prompt_rows):
+        for kind in expected.values():
+            kind.fade(recent._fading)
+        num_prompt_rows = sum(e.num_scheduled_tokens for e in entries if e.is_prefill)
+        kind = expected.setdefault(sum(e.num_scheduled_tokens for e in entries) == 12, MixedSteps())
+        num_decoding = sum(not e.is_prefill for e in entries)
+        kind.add(num_decoding=num_decoding, num_prompt_rows=num_prompt_rows)
+    assert recent.mixed == expected
+    assert expected.keys() == {False, True}
+    assert all(kind.num_decoding for kind in expected.values())
     assert recent.output_tokens / recent.num_texts == pytest.approx(12)
     recent.forget_texts()
     decoder.abort(decoder.add_request(PROMPTS[0]))

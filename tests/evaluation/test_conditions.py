@@ -111,8 +111,17 @@ def test_rules_for_the_number_of_drafts_take_the_most_of_a_list() -> None:
     assert [c.spec.draft_p_min for c in cells] == [0.3, 0.3, 0.5]
     (line,) = skipped
     assert "spec.draft_length=confidence with spec.k below 3: it makes fewer" in line
-    alone = compose_config(EvalConfig, ["spec.k=[1,3]", "spec.draft_length=confidence"])
-    assert len(expand(alone).cells) == 2
+    for rule in ("confidence", "[confidence]"):
+        alone = compose_config(EvalConfig, ["spec.k=[1,3]", f"spec.draft_length={rule}"])
+        assert len(expand(alone).cells) == 2
+    beside = ["spec.head=[oracle,null]", "spec.draft_length=[fixed,confidence]"]
+    cells, skipped = expand(compose_config(EvalConfig, beside))
+    assert [(c.spec.head, c.spec.draft_length) for c in cells] == [
+        ("oracle", "fixed"), (None, "fixed"),
+    ]  # fmt: skip
+    assert [line.split(",")[0] for line in skipped] == [
+        f"spec.draft_length=confidence with spec.head={head}" for head in ("oracle", "null")
+    ]
 
 
 @pytest.mark.parametrize(

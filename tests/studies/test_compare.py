@@ -167,6 +167,22 @@ def test_command_warns_of_policies_that_share_a_name_alone(
     assert "policy training" not in shown
 
 
+def test_command_warns_of_other_rules_for_the_number_of_drafts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [
+        _stored(tmp_path / name, _report(config={"spec": spec}))
+        for name, spec in (("old", {}), ("same", {"draft_length": "fixed"}),
+                           ("other", {"draft_length": "confidence"}))
+    ]  # fmt: skip
+    assert main(["compare", paths[0], paths[1]]) == 0
+    assert "makes drafts by" not in capsys.readouterr().out
+    assert main(["compare", paths[0], paths[2]]) == 0
+    shown = capsys.readouterr().out
+    assert "warning: eagle makes drafts by spec.draft_length=fixed and confidence; " in shown
+    assert "baseline makes" not in shown
+
+
 def test_command_lists_every_differing_hash(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

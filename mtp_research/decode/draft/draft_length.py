@@ -87,8 +87,7 @@ class RecentRounds:
     step_seconds: dict[int, deque[float]] = field(default_factory=dict)
     times: "StepTimes" = field(default_factory=lambda: StepTimes())
     num_seen: int = 0  # steps of any kind
-    most_running: int = 1  # requests at a time
-    # recent ones with prompt rows: those that had every row that a step may have, and others
+    # recent steps with prompt rows: those that had every row that a step may have, and others
     mixed: "dict[bool, MixedSteps]" = field(default_factory=dict)
     # requests that ended of late, fading, and the tokens of their outputs
     num_texts: float = field(init=False)
@@ -98,6 +97,7 @@ class RecentRounds:
     # requests that began since any last waited behind them, and the tokens of their texts then
     num_unqueued: int = 0
     unqueued_tokens: int = 0
+    most_running: float = 1.0  # requests at a time; falls while others wait and fewer run
 
     def __post_init__(self) -> None:
         self.num_passes = self.plan.num_speculative_tokens
@@ -119,7 +119,7 @@ class RecentRounds:
             reached[num_accepted] += count
 
     def add_step(self, num_prompt_rows: int, *, num_decoding: int, num_passes: int) -> None:
-        """Count a step with `num_decoding` requests that decode, with rows for all their drafts."""
+        """Count a step: its prompt rows, its requests that decode, and the passes that it runs."""
         self.num_seen += 1
         if num_prompt_rows:
             num_rows = num_prompt_rows + num_decoding * (num_passes + 1)
@@ -205,26 +205,27 @@ class RecentRounds:
     ) -> tuple[float, list["MixedSteps"]]:
         """Share of the steps that have prompt rows, and means of these, whose weights make 1.
 
-        They are like the latest: in full ones prompts take what decoding rows leave, and fewer than
-        all requests decode. So many have prompt rows that there are `wanted` for each request that
-        decodes; where all have, so many decode as these feed.
+        They are like the latest: fewer than all requests decode in them, and in full ones prompts
+        take what decoding rows leave. So many have prompt rows that there are `wanted` for each
+        request that decodes. If all have, they have more of them, up to full ones, in which as many
+        decode as can then be fed.
         """
         if not wanted:
             return 0.0, []
         kinds = self.mixed or {True: MixedSteps(1.0, batch_size)}
         total, steps = sum(kind.weight for kind in kinds.values()), []
         for is_full, kind in kinds.items():
-            if kind.weight:
-                num_decoding = min(kind.num_decoding / kind.weight, batch_size)
-                rows = kind.num_prompt_rows / kind.weight
-                if is_full:
-                    rows = max(self.max_rows - num_decoding * (num_passes + 1), 1.0)
-                steps.append(MixedSteps(kind.weight / total, num_decoding, rows))
-        num_away = batch_size - sum(step.weight * step.num_decoding for step in steps)
-        num_rows = sum(step.weight * step.num_prompt_rows for step in steps) + wanted * num_away
+            num_decoding = min(kind.num_decoding / kind.weight, batch_size)
+            rows = kind.num_prompt_rows / kind.weight
+            if is_full:
+                rows = max(self.max_rows - num_decoding * (num_passes + 1), 1.0)
+            steps.append(MixedSteps(kind.weight / total, num_decoding, rows))
+        num_decoding = sum(step.weight * step.num_decoding for step in steps)
+        num_rows = sum(step.weight * step.num_prompt_rows for step in steps)
+        num_rows += wanted * (batch_size - num_decoding)
         if batch_size * wanted <= num_rows:
             return batch_size * wanted / num_rows, steps
-        num_fed = min(self.max_rows / (num_passes + 1 + wanted), batch_size)
+        num_fed = min(self.max_rows / (num_passes + 1 + wanted), max(num_decoding, 1.0))
         return 1.0, [MixedSteps(1.0, num_fed, num_fed * wanted)]
 
     def _kind(self, has_prompts: bool) -> "StepKind":
@@ -356,6 +357,7 @@ _NUM_PROBES = 4  # runs of them: K, 0, K, 0
 _LEAST_GAIN = 1.02  # for which the number of drafts or of passes changes
 _LAST_GAIN = 1.06  # for which the first pass is left out too
 _CHECK_EVERY = 8  # steps, for passes that do not pay
+_FADING_BATCH = 0.95  # a check, of the most requests that ran: a batch fills up within a few
 _LEAST_TEXTS = 7.0  # that ended, fading, before passes are left out: eight of late
 
 
@@ -522,7 +524,7 @@ class ExpectedGainLength:
             is_admitting: whether a text begins in this step.
             recent: what was accepted, how long steps take, and who began without a queue.
         """
-        recent.most_running = max(recent.most_running, batch_size)
+        recent.most_running = max(batch_size, recent.most_running)
         if recent.num_texts < _LEAST_TEXTS:
             return recent.num_passes
         is_less = recent.num_passes < len(recent.reached)
@@ -548,7 +550,8 @@ def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds)
     if not fewer:
         return now
     num_texts = batch_size + len(waiting)
-    batch_size = min(num_texts, recent.most_running)
+    recent.most_running = max(batch_size, _FADING_BATCH * recent.most_running)
+    batch_size = min(num_texts, round(recent.most_running))
     length, half = recent.output_tokens / recent.num_texts, max(batch_size // 2, 1)
     tokens = (num_texts - batch_size / 2) * length, batch_size / 2 * length
     rows_a_token = sum(waiting) / tokens[0]

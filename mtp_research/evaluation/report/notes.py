@@ -6,7 +6,14 @@ docs/metrics.md. Letter: K drafts per step.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from mtp_research.evaluation.report.stored import Report, has_engines, longest, mapping, printable
+from mtp_research.evaluation.report.stored import (
+    Report,
+    has_engines,
+    longest,
+    mapping,
+    printable,
+    ranked,
+)
 from mtp_research.evaluation.stats.agreement import LAST_ROUND_NOTE
 from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS, Estimate
 from mtp_research.evaluation.stats.speed import MAX_DRIFT
@@ -60,12 +67,15 @@ FAULT_WORDS = (
 def headline(report: Report) -> str:
     """The answer in one sentence, without its full stop; empty without drafts.
 
-    The condition of the largest paired difference, else that of the longest acceptance.
+    The condition of the largest paired difference, else that of the longest acceptance; rules that
+    make fewer drafts count where no condition always makes K.
     """
+    labels = {one.result.label for one in ranked(report)}
     pairs = [
         (abs(length.value), pair.condition, pair.reference, length)
         for pair in report.paired
-        if (length := pair.differences["acceptance_length_micro"]).value is not None
+        if pair.condition in labels
+        and (length := pair.differences["acceptance_length_micro"]).value is not None
     ]
     if pairs:
         _, label, reference, difference = max(pairs)

@@ -193,9 +193,10 @@ def _shared_section(runs: Sequence[Run]) -> Section:
         notes=[
             notes.LETTERS,
             "Conditions share a chart or a matrix only where target, machine, prompts, dtype, "
-            "temperature, verification rule, limits of the text, K and batch size agree, but for "
-            "the one on the axis. Batch sizes may have prompts of their own: then only speeds "
-            "share a chart, each over plain decoding of its own prompts.",
+            "temperature, verification rule, limits of the text, K, rule for the number of drafts "
+            "and batch size agree, but for the one on the axis. Batch sizes may have prompts of "
+            "their own: then only speeds share a chart, each over plain decoding of its own "
+            "prompts.",
             *([notes.RATIO_NOTE] if speeds else []),
         ],
     )
@@ -265,6 +266,7 @@ def _settings(report: Report) -> dict[str, str]:
         ),
         "engines": each(s.first.backend for s in found),
         "drafts K": each(s.num_speculative_tokens for s in found),
+        "number of drafts": each(s.draft_length for s in found),
         "batch": each(s.max_num_requests for s in found),
         "temperature": each(s.temperature for s in found),
         "verification": each(s.verify for s in found),

@@ -273,14 +273,21 @@ def require_stored_figures(path: Path, stored: object, computed: object) -> None
 
 
 def longest(report: Report) -> ConditionSummary | None:
-    """The condition that drafts with the greatest acceptance length (micro)."""
+    """The condition that drafts with the greatest acceptance length (micro); see `ranked`."""
     lengths = [
         (length, summary)
-        for summary in report.summaries
+        for summary in ranked(report)
         if summary.result.num_speculative_tokens > 0
         and (length := summary.acceptance.acceptance_length_micro.value) is not None
     ]
     return max(lengths, key=lambda pair: pair[0])[1] if lengths else None
+
+
+def ranked(report: Report) -> list[ConditionSummary]:
+    """Conditions that acceptance lengths may rank: always K drafts, where there are such."""
+    found = [one for one in report.summaries if not one.result.is_choosing]
+    is_fixed = any(one.result.num_speculative_tokens > 0 for one in found)
+    return found if is_fixed else list(report.summaries)
 
 
 def has_engines(report: Report) -> bool:

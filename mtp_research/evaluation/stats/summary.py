@@ -162,14 +162,15 @@ def compare_to_reference(
 ) -> tuple[PairedComparison, ...]:
     """Paired differences to the reference of every condition that drafts.
 
-    Only conditions of equal K, batch size and temperature are compared. Their reference is the one
-    with the label `reference`, else the first with that policy, else the first of them. Another
-    engine is also compared with our loop run by its conventions.
+    Only conditions of equal K, rule for the number of drafts, batch size and temperature are
+    compared. Their reference is the one with the label `reference`, else the first with that
+    policy, else the first of them. Another engine is also compared with our loop run by its
+    conventions.
     """
     drafting = [condition for condition in conditions if condition.num_speculative_tokens > 0]
     alike: dict[object, list[ConditionResult]] = {}
     for condition in drafting:
-        key = (condition.num_speculative_tokens, condition.group)
+        key = (condition.num_speculative_tokens, condition.draft_length, condition.group)
         alike.setdefault(key, []).append(condition)
     pairs = []
     for members in alike.values():

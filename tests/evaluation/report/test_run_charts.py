@@ -283,3 +283,22 @@ def test_headline_is_the_largest_difference_with_its_interval_and_verdict() -> N
     assert "tokens a round at K = 3, " in headline(alone)
     baseline = dataclasses.replace(alone, summaries=made.summaries[:1])
     assert headline(baseline) == ""
+
+
+def test_rules_that_make_fewer_drafts_are_ranked_among_themselves() -> None:
+    """A step without drafts is no round, so that they look longer than they are."""
+    baseline, eagle, training = three_conditions(8)
+    chosen = dataclasses.replace(training, label="chosen", draft_length="expected_gain")
+    fixed = dataclasses.replace(eagle, draft_length="fixed")
+
+    def built(*conditions: ConditionResult) -> Report:
+        return build_report(conditions, prompts=some_prompts(8), dtype="f", config={}, run={})
+
+    made = built(baseline, fixed, chosen)
+    assert made.paired == (), "no pair across rules"
+    assert headline(made).startswith("eagle: ")
+    assert headline(built(baseline, chosen)).startswith("chosen: ")
+    other = dataclasses.replace(eagle, label="other", draft_length="expected_gain")
+    made = built(baseline, fixed, chosen, other)
+    assert [(pair.condition, pair.reference) for pair in made.paired] == [("other", "chosen")]
+    assert headline(made).startswith("eagle: ")
