@@ -110,7 +110,7 @@ def test_table_of_speeds_is_the_stored_one() -> None:
     assert f"{100 * min(equal):.0f} to {100 * max(equal):.0f} % are those of K = 0" in PAGE
     first, *others = spreads[128]
     words = (
-        "up to {:.0%} of the median at batch 32, {:.0%} at batch 128 (its first pass of K = 0; "
+        "up to {:.0%} of the median at batch 32, {:.0%} at batch 128 (K = 0, one pass of four; "
         "{:.0%} with K = 3, {:.0%} elsewhere), and {:.0%} at batches 1 and 8."
     )
     found = words.format(
