@@ -233,10 +233,11 @@ class Ledger:
             self.recent.add_rounds(count, num_drafted=num_drafted, num_accepted=num_accepted)
         self.stats.num_target_rows += num_target_rows
         self.stats.num_emitted_tokens += num_emitted
+        num_decoding = len(launched.entries)
+        if launched.num_prompt_rows:
+            num_decoding = sum(not entry.is_prefill for entry in launched.entries)
         self.recent.add_step(
-            launched.num_prompt_rows,
-            num_decoding=sum(not entry.is_prefill for entry in launched.entries),
-            num_passes=launched.num_passes,
+            launched.num_prompt_rows, num_decoding=num_decoding, num_passes=launched.num_passes
         )
 
     def _end_step(

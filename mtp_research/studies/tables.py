@@ -40,6 +40,7 @@ from mtp_research.evaluation.report.stored import (
     read_runs,
     recompute,
     results_file,
+    rule_of,
 )
 from mtp_research.evaluation.report.terminal import markdown_table, plain_text
 from mtp_research.evaluation.stats.bootstrap import Estimate, Ratio, estimate
@@ -230,11 +231,7 @@ def _policy_differences(ours: Report, theirs: Report) -> list[str]:
 def _rule_differences(ours: Report, theirs: Report) -> list[str]:
     """Conditions of one name and other rules for the number of drafts."""
     mine, other = (
-        {
-            c.label: c.draft_length or str(mapping(one.config, "spec").get("draft_length", "fixed"))
-            for c in one.conditions
-            if c.num_speculative_tokens > 0
-        }
+        {c.label: rule_of(c, one) for c in one.conditions if c.num_speculative_tokens > 0}
         for one in (ours, theirs)
     )
     return [

@@ -531,6 +531,7 @@ class ExpectedGainLength:
         if is_less and is_admitting and 2 * recent.num_unqueued >= batch_size:
             return _more_passes(batch_size, recent)
         if recent.num_seen % _CHECK_EVERY == 0 and (prompts := list(waiting)):
+            recent.most_running = max(batch_size, _FADING_BATCH * recent.most_running)
             return _fewer_passes(batch_size, prompts, recent)
         return recent.num_passes
 
@@ -550,7 +551,6 @@ def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds)
     if not fewer:
         return now
     num_texts = batch_size + len(waiting)
-    recent.most_running = max(batch_size, _FADING_BATCH * recent.most_running)
     batch_size = min(num_texts, round(recent.most_running))
     length, half = recent.output_tokens / recent.num_texts, max(batch_size // 2, 1)
     tokens = (num_texts - batch_size / 2) * length, batch_size / 2 * length

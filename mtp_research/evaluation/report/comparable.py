@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mtp_research.config.schema import OWN, SamplingConfig
-from mtp_research.evaluation.report.stored import PromptEntry, Report, Run, mapping, printable
+from mtp_research.evaluation.report.stored import (
+    PromptEntry,
+    Report,
+    Run,
+    mapping,
+    printable,
+    rule_of,
+)
 from mtp_research.evaluation.stats.speed import MAX_DRIFT
 from mtp_research.evaluation.stats.summary import ConditionSummary, baseline_of
 from mtp_research.policy.fields import MATCHING_POLICY
@@ -71,7 +78,7 @@ class Entry:
             text(own.temperature, "sampling", "temperature"),
             text(own.verify, "spec", "verify"),
             text(own.draft_sampling, "spec", "draft_sampling"),
-            str(own.draft_length or mapping(report.config, "spec").get("draft_length", "fixed")),
+            rule_of(own, report),
             text(own.max_num_requests, "engine", "max_num_requests"),
             target_hash(report.run) or str(mapping(report.config, "model").get("path") or ""),
             ", ".join(filter(None, _hardware(report.run))),

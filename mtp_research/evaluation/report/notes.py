@@ -10,9 +10,9 @@ from mtp_research.evaluation.report.stored import (
     Report,
     has_engines,
     longest,
-    mapping,
     printable,
     ranked,
+    rule_of,
 )
 from mtp_research.evaluation.stats.agreement import LAST_ROUND_NOTE
 from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS, Estimate
@@ -192,9 +192,8 @@ def _turn_notes(report: Report) -> Iterator[str]:
 
 def _draft_length_note(report: Report) -> Iterator[str]:
     """A step without drafts is no round, which flatters a rule that drafts where it is easy."""
-    usual = mapping(report.config, "spec").get("draft_length", "fixed")  # all that old files tell
     drafting = (one for one in report.conditions if one.num_speculative_tokens > 0)
-    for rule in dict.fromkeys(str(one.draft_length or usual) for one in drafting):
+    for rule in dict.fromkeys(rule_of(one, report) for one in drafting):
         if rule != "fixed":
             yield (
                 f"warning: spec.draft_length={printable(rule)}: steps without drafts are no "

@@ -34,7 +34,7 @@ from mtp_research.evaluation.report.frame import (
 from mtp_research.evaluation.report.grids import Grid, report_grids
 from mtp_research.evaluation.report.notes import UNDEFINED, headline
 from mtp_research.evaluation.report.run_charts import matrix_cells, run_charts, sweep_charts
-from mtp_research.evaluation.report.stored import PromptEntry, Report, Run, mapping
+from mtp_research.evaluation.report.stored import PromptEntry, Report, Run, mapping, rule_of
 from mtp_research.evaluation.report.terminal import markdown_table
 from mtp_research.runtime.errors import EnvironmentFault
 from mtp_research.runtime.files import write_atomically
@@ -266,7 +266,7 @@ def _settings(report: Report) -> dict[str, str]:
         ),
         "engines": each(s.first.backend for s in found),
         "drafts K": each(s.num_speculative_tokens for s in found),
-        "number of drafts": each(s.draft_length for s in found),
+        "number of drafts": each(rule_of(s, report) for s in found if s.num_speculative_tokens > 0),
         "batch": each(s.max_num_requests for s in found),
         "temperature": each(s.temperature for s in found),
         "verification": each(s.verify for s in found),

@@ -284,10 +284,19 @@ def longest(report: Report) -> ConditionSummary | None:
 
 
 def ranked(report: Report) -> list[ConditionSummary]:
-    """Conditions that acceptance lengths may rank: always K drafts, where there are such."""
-    found = [one for one in report.summaries if not one.result.is_choosing]
+    """Conditions that acceptance lengths may rank: always K drafts, where there are such.
+
+    Rules make none in some steps, which are no rounds then.
+    """
+    found = [one for one in report.summaries if rule_of(one.result, report) == "fixed"]
     is_fixed = any(one.result.num_speculative_tokens > 0 for one in found)
     return found if is_fixed else list(report.summaries)
+
+
+def rule_of(condition: ConditionResult, report: Report) -> str:
+    """Its rule for the number of drafts; the run's for K = 0 and in files that tell no other."""
+    usual = mapping(report.config, "spec").get("draft_length", "fixed")
+    return condition.draft_length or str(usual)
 
 
 def has_engines(report: Report) -> bool:

@@ -116,11 +116,6 @@ class ConditionResult:
         return self.passes[1:]
 
     @property
-    def is_choosing(self) -> bool:
-        """A rule makes fewer drafts than K in some steps; those without any are no rounds."""
-        return self.draft_length not in (None, "fixed")
-
-    @property
     def engine_name(self) -> str:
         """Which engine decoded it, without its version."""
         return (self.first.backend or OWN).split()[0]
