@@ -253,8 +253,11 @@ class Ledger:
         if committed is None:
             return
         if started is not None:
-            has_prompts = started.num_prompt_rows > 0
-            self.recent.times.note_host(seconds - waited, has_prompts=has_prompts)
+            self.recent.add_call(
+                seconds - waited,
+                has_prompts=started.num_prompt_rows > 0,
+                batch_size=len(started.entries),
+            )
         is_alike = started is not None and started.kind == committed.kind
         if not committed.num_prompt_rows:
             self.recent.end_step(
@@ -264,7 +267,12 @@ class Ledger:
             )
         elif is_alike:
             num_rows = sum(entry.num_scheduled_tokens for entry in committed.entries)
-            self.recent.times.note(*committed.kind, size=num_rows, seconds=seconds)
+            self.recent.times.note(
+                *committed.kind,
+                size=num_rows,
+                batch_size=len(committed.entries),
+                seconds=seconds,
+            )
 
     def drop_in_flight(self) -> None:
         """Forget the step that runs: none of its requests is live."""

@@ -20,6 +20,7 @@ from mtp_research.decode.draft.draft_length import (
     MixedSteps,
     RecentRounds,
     StepKind,
+    StepTimes,
 )
 from mtp_research.decode.draft.drafter import VerifiedStep
 from mtp_research.decode.graphs import decode_graphs, mixed_graphs
@@ -385,7 +386,7 @@ def test_all_steps_take_as_much_more_than_their_price_as_steps_do_now() -> None:
     for _ in range(6):
         recent.end_step(num_drafts=K, seconds=3.0, batch_size=8)
     for _ in range(8):
-        recent.times.note(ONE, 1, size=8, seconds=0.5)
+        recent.times.note(ONE, 1, size=8, batch_size=8, seconds=0.5)
     assert recent.times.usual(ALL) == pytest.approx(3.0)
     assert recent.rate(K, 8) == pytest.approx(8 * 2.05 / 3.0)
     assert recent.rate(1, 8) == pytest.approx(8 * 1.6 / 1.5)
@@ -397,16 +398,48 @@ def test_no_step_is_shorter_than_what_the_host_does_in_it() -> None:
     assert passes(recent) == 1
     for seconds in (9.0, 0.1, 0.8, 0.8):  # one call of 9 s counts as one
         assert passes(recent) == 1
-        recent.times.note_host(seconds, has_prompts=False)
-    assert recent.times.costs(ONE, size=8) == {1: 0.8}
+        recent.add_call(seconds, has_prompts=False, batch_size=8)
+    assert recent.times.costs(ONE, size=8) == {1: pytest.approx(0.8)}
     assert recent.costs(8) == dict.fromkeys(range(4), 1.0)
     assert passes(recent) == K  # 1.6 / .8 tokens a second, no more than 2.05
     for _ in range(5):
-        recent.times.note_host(0.1, has_prompts=True)
+        recent.add_call(0.1, has_prompts=True, batch_size=8)
     assert passes(recent) == K, "that was beside prompts"
     for _ in range(5):
-        recent.times.note_host(0.1, has_prompts=False)
+        recent.add_call(0.1, has_prompts=False, batch_size=8)
     assert passes(recent) == 1
+    recent.times.host_seconds.clear()
+    for _ in range(4):
+        recent.add_call(0.8, has_prompts=True, batch_size=8)
+    assert passes(recent) == K, "nothing is known of calls without prompts: these are no shorter"
+
+
+def test_the_host_takes_longer_for_more_requests() -> None:
+    """Beside its work for a call, which is as much as for 64 requests."""
+    recent = priced(most_running=64.0)
+    for batch_size in (31, 16):  # less than half of the most: the end of a batch
+        for _ in range(8):
+            recent.add_call(7.0, has_prompts=False, batch_size=batch_size)
+    for _ in range(4):
+        recent.add_call(0.6, has_prompts=False, batch_size=32)
+    assert recent.times.costs(ONE, size=128) == {1: pytest.approx(1.2)}
+    assert recent.times.costs(ONE, size=4) == {1: pytest.approx(0.5)}, "the price"
+
+
+def test_steps_that_wait_for_the_host_say_nothing_of_their_price() -> None:
+    """They took 1.5 s for the host's 1.4, whatever they drafted; others of 3 s take 3.2."""
+    recent = priced()
+    recent.times.prices[ALL][8][K] = 3.0
+    for _ in range(6):
+        recent.add_call(1.4, has_prompts=False, batch_size=8)
+    recent.last_num_drafts = 1
+    for _ in range(6):
+        recent.end_step(num_drafts=1, seconds=1.5, batch_size=8)
+    usual = recent.times.usual(ALL)
+    assert usual == pytest.approx(1.5 / 1.4)
+    priced_now = recent.times.priced(ALL, batch_size=8, usual=usual)
+    assert priced_now[K] == pytest.approx(3.0 * usual)
+    assert priced_now[1] == pytest.approx(1.4)
 
 
 def test_prompts_cost_what_the_steps_cost_that_hold_them() -> None:
@@ -430,15 +463,32 @@ def test_prompts_cost_what_the_steps_cost_that_hold_them() -> None:
     recent.max_rows = 96  # 8 with 76.8 rows, where nothing was timed above 64
     assert rate(6.0) == pytest.approx(tokens / (2.0 * (16 + 76.8) / 64))
     recent.max_rows, recent.num_passes = 64, 1
-    for _ in range(4):
-        recent.times.note(StepKind(1, True), 1, size=17, seconds=4.5)
-        recent.times.note(StepKind(1, True), 1, size=65, seconds=99.0)  # was not replayed
+    for size, seconds in ((17, 4.5), (65, 99.0)) * 4:  # the larger ones were not replayed
+        recent.times.note(StepKind(1, True), 1, size=size, batch_size=8, seconds=seconds)
     assert rate(6.0) == pytest.approx(fed * 1.6 / 6.0), "they took three times as long"
+
+
+def test_steps_of_a_mean_size_cost_the_mean_of_their_buckets() -> None:
+    """Where as many have each size: a step costs the smallest bucket that holds it."""
+    times = StepTimes()
+    kind = StepKind(1, True)
+    times.prices[kind] = {16: {1: 1.0}, 32: {1: 1.5}, 64: {1: 2.0}}
+
+    def price(mean_size: float) -> float:
+        return times.priced_beside_prompts(kind, 1, mean_size=mean_size, batch_size=8, usual=1.0)
+
+    for low, high, bucket in ((1, 16, 16), (17, 32, 32), (33, 64, 64)):
+        assert price((low - 1 + high) / 2) == times.prices[kind][bucket][1]
+    assert price(20.0) == pytest.approx(1.375), "between 8 and 24, the middles"
+    assert [price(size) for size in (1.0, 56.0, 64.0)] == [1.0, 2.0, 2.0]
+    sizes = [2.0 + 0.1 * i for i in range(700)]
+    pairs = itertools.pairwise(map(price, sizes))
+    assert all(left <= right < left + 0.01 for left, right in pairs), "no jump for a row"
 
 
 def test_steps_with_prompts_are_like_the_latest() -> None:
     recent = priced(max_rows=64, half_life_steps=1.0)
-    recent.times.prices[StepKind(1, True)] = {16: {1: 1.0}, 32: {1: 1.5}, 64: {1: 2.0}}
+    recent.times.prices[StepKind(1, True)] = {64: {1: 2.0}}
     recent.times.prices[StepKind(K, True)] = {64: dict.fromkeys(range(4), 4.0)}
     recent.add_step(24, num_decoding=9, num_passes=K)  # 60 rows, and eight decode at most
     assert recent.rate(1, 8, rows_a_token=2.0) == pytest.approx(8 * 1.6 / 2.0), "25.6 in every one"
@@ -473,11 +523,11 @@ def test_more_prompt_rows_never_bring_more_tokens() -> None:
 
 def test_rows_of_fewer_drafts_are_fewer_beside_prompts() -> None:
     """Three passes of which one draft pays: 16 decoding rows and 16 others, not 48 in all."""
-    recent = priced(max_rows=96)
+    recent = priced(max_rows=192)
     recent.reached, recent.accepted = [1e9, 1e9, 1e9], [6e8, 0, 0]
     recent.times.prices[StepKind(K, True)] = {
-        32: dict.fromkeys(range(4), 1.0),
-        96: dict.fromkeys(range(4), 5.0),
+        64: dict.fromkeys(range(4), 1.0),
+        192: dict.fromkeys(range(4), 5.0),
     }
     recent.add_step(16, num_decoding=8, num_passes=K)
     shared = 8 * 1.6 / 16

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 _NUM_TIMES = 16  # latest step times kept for each n
 _MIN_TIMES = 4  # below this a median says nothing
 _REMEMBERED_STEPS = 512  # for which a number of drafts need not be tried again
+_HOST_REQUESTS = 64  # whose work on the host is as much as what a call does beside them
 
 
 @dataclass
@@ -141,6 +142,11 @@ class RecentRounds:
         self.num_texts = self._fading * self.num_texts + 1.0
         self.output_tokens = self._fading * self.output_tokens + num_output_tokens
 
+    def add_call(self, seconds: float, *, has_prompts: bool, batch_size: int) -> None:
+        """Keep what the host did in a call that started a step of half of the most or more."""
+        if 2 * batch_size >= self.most_running:
+            self.times.note_host(seconds, has_prompts=has_prompts, batch_size=batch_size)
+
     def end_step(self, *, num_drafts: int, seconds: float | None, batch_size: int = 1) -> None:
         """Let the counters fade after a step that made `num_drafts` drafts a request.
 
@@ -155,7 +161,13 @@ class RecentRounds:
         if seconds is not None and num_drafts == self.last_num_drafts:
             times = self.step_seconds.setdefault(num_drafts, deque(maxlen=_NUM_TIMES))
             times.append(seconds)
-            self.times.note(self._kind(False), num_drafts, size=batch_size, seconds=seconds)
+            self.times.note(
+                self._kind(False),
+                num_drafts,
+                size=batch_size,
+                batch_size=batch_size,
+                seconds=seconds,
+            )
         self.last_num_drafts = num_drafts
 
     def conditional_acceptance(self) -> list[float]:
@@ -183,7 +195,7 @@ class RecentRounds:
         """
         times, mixed = self.times, StepKind(num_passes, True)
         usual = times.usual(self._kind(False)), times.usual(self._kind(True))
-        costs = times.priced(StepKind(num_passes, False), size=batch_size, usual=usual[0])
+        costs = times.priced(StepKind(num_passes, False), batch_size=batch_size, usual=usual[0])
         if not times.prices.get(mixed):
             rows_a_token = 0.0
         rates = []
@@ -194,7 +206,9 @@ class RecentRounds:
             seconds, num_decoding = (1.0 - share) * costs[n], (1.0 - share) * batch_size
             for step in steps:
                 size = step.num_decoding * (n + 1) + step.num_prompt_rows
-                priced = times.priced(mixed, size=size, usual=usual[1])[n]
+                priced = times.priced_beside_prompts(
+                    mixed, n, mean_size=size, batch_size=batch_size, usual=usual[1]
+                )
                 seconds += share * step.weight * priced
                 num_decoding += share * step.weight * step.num_decoding
             rates.append(num_decoding * tokens / seconds)
@@ -283,21 +297,26 @@ class StepKind(NamedTuple):
 class StepTimes:
     """What captured steps of every kind take, by size and number of drafts n.
 
-    Steps take longer than their price, and more so the more they draft: with 128 requests and texts
-    of 128 to 300 tokens 12 % without drafts and 30 % with three (MiMo-7B's shape). By how much is
-    the median of the latest of a kind and number. No step is shorter than what the host does in it.
+    Steps take longer than their price: with 128 requests and texts of 128 to 300 tokens 12 %
+    without drafts and 30 % with three (MiMo-7B's shape), SmolLM2's 13 % with any. By how much is
+    the median of the latest of a kind and number. No step is shorter than what the host does in it,
+    which grows with the requests: what limits one batch may not limit another.
     """
 
     # seconds, timed where steps were captured, with short texts; empty where nothing was
     prices: dict[StepKind, dict[int, dict[int, float]]] = field(default_factory=dict)
-    # seconds that the host worked in the latest calls that started a step with prompt rows or none
+    # seconds that the host worked in the latest calls that started a step with prompt rows or none,
+    # for each request, where a call itself counts as `_HOST_REQUESTS`
     host_seconds: dict[bool, deque[float]] = field(default_factory=dict)
     num_noted: int = 0  # steps
-    # what latest steps of a kind and number took in units of their price, and when the last ran
+    # what latest steps of a kind and number took in units of their price, or of what the host did
+    # if that was more, and when the last ran
     overruns: dict[tuple[StepKind, int], deque[float]] = field(default_factory=dict)
     last_noted: dict[tuple[StepKind, int], int] = field(default_factory=dict)
 
-    def note(self, kind: StepKind, num_drafts: int, *, size: int, seconds: float) -> None:
+    def note(
+        self, kind: StepKind, num_drafts: int, *, size: int, batch_size: int, seconds: float
+    ) -> None:
         """Keep the time of a step that was replayed: none larger than those timed is."""
         price = self._prices(kind, size).get(num_drafts)
         if price is not None and size <= max(self.prices[kind]):
@@ -305,35 +324,65 @@ class StepTimes:
             if self._is_forgotten(key):
                 self.overruns[key] = deque(maxlen=_NUM_TIMES)
             self.num_noted += 1
-            self.overruns[key].append(seconds / price)
+            self.overruns[key].append(seconds / max(price, self._least(kind, batch_size)))
             self.last_noted[key] = self.num_noted
 
-    def note_host(self, seconds: float, *, has_prompts: bool) -> None:
+    def note_host(self, seconds: float, *, has_prompts: bool, batch_size: int) -> None:
         """Keep what the host did in a call that started a step."""
-        self.host_seconds.setdefault(has_prompts, deque(maxlen=_NUM_TIMES)).append(seconds)
+        times = self.host_seconds.setdefault(has_prompts, deque(maxlen=_NUM_TIMES))
+        times.append(seconds / (_HOST_REQUESTS + batch_size))
 
     def costs(self, kind: StepKind, *, size: int) -> dict[int, float]:
         """Expected seconds by number of drafts; the price where none ran lately."""
-        least = self._least(kind)
+        least = self._least(kind, size)
         return {
             n: max(price * self._overrun((kind, n)), least)
             for n, price in self._prices(kind, size).items()
         }
 
-    def priced(self, kind: StepKind, *, size: float, usual: float) -> dict[int, float]:
-        """Seconds by number of drafts if all take `usual` times their price."""
-        least, prices = self._least(kind), self._prices(kind, size)
-        beyond = max(size / max(self.prices[kind]), 1.0)  # of the largest that was timed
-        return {n: max(price * usual * beyond, least) for n, price in prices.items()}
+    def priced(self, kind: StepKind, *, batch_size: int, usual: float) -> dict[int, float]:
+        """Seconds of steps without prompt rows by number of drafts, if all overrun as is usual."""
+        least, prices = self._least(kind, batch_size), self._prices(kind, batch_size)
+        return {n: max(price * usual, least) for n, price in prices.items()}
+
+    def priced_beside_prompts(
+        self, kind: StepKind, num_drafts: int, *, mean_size: float, batch_size: int, usual: float
+    ) -> float:
+        """Mean seconds of steps with prompt rows, which have `mean_size` rows on the average.
+
+        A step costs what the smallest bucket costs that holds it. So a mean amid those that a
+        bucket holds costs its price, and others lie between: the price of the mean itself is a
+        fifth more for one row more.
+        """
+        prices = self.prices[kind]
+        sizes = sorted(prices)
+        points = [
+            ((low + high) / 2, prices[high][num_drafts])
+            for low, high in itertools.pairwise([0, *sizes])
+        ]
+        points.append((sizes[-1], points[-1][1]))
+        if mean_size > sizes[-1]:  # beyond what was timed
+            price = points[-1][1] * mean_size / sizes[-1]
+        elif mean_size <= points[0][0]:
+            price = points[0][1]
+        else:
+            pairs = itertools.pairwise(points)
+            low, high = next(pair for pair in pairs if mean_size <= pair[1][0])
+            price = low[1] + (high[1] - low[1]) * (mean_size - low[0]) / (high[0] - low[0])
+        return max(price * usual, self._least(kind, batch_size))
 
     def usual(self, kind: StepKind) -> float:
         """What the latest steps of a kind took in units of their price; 1 if none did."""
         keys = [key for key in self.last_noted if key[0] == kind]
         return self._overrun(max(keys, key=self.last_noted.__getitem__)) if keys else 1.0
 
-    def _least(self, kind: StepKind) -> float:
-        times = self.host_seconds.get(kind.has_prompts, ())
-        return statistics.median(times) if len(times) >= _MIN_TIMES else 0.0
+    def _least(self, kind: StepKind, batch_size: int) -> float:
+        """What the host does in a step; where too few were seen, in one with prompts or without."""
+        for has_prompts in (kind.has_prompts, not kind.has_prompts):
+            times = self.host_seconds.get(has_prompts, ())
+            if len(times) >= _MIN_TIMES:
+                return statistics.median(times) * (_HOST_REQUESTS + batch_size)
+        return 0.0
 
     def _overrun(self, key: tuple[StepKind, int]) -> float:
         times = () if self._is_forgotten(key) else self.overruns[key]
@@ -343,7 +392,7 @@ class StepTimes:
         last = self.last_noted.get(key)
         return last is None or self.num_noted - last > _REMEMBERED_STEPS
 
-    def _prices(self, kind: StepKind, size: float) -> dict[int, float]:
+    def _prices(self, kind: StepKind, size: int) -> dict[int, float]:
         """Of the smallest size that is not below this one, or of the largest."""
         prices = self.prices.get(kind)
         if not prices:
