@@ -281,7 +281,7 @@ ALL, ONE = StepKind(K, False), StepKind(1, False)
 
 def priced(one: tuple[float, float] = (0.5, 0.5), **changes: object) -> RecentRounds:
     """Three passes cost 1 s, in batches of 4 and 8; one pass as is said."""
-    recent = RecentRounds(DraftPlan(POLICIES["training"], K, 1), num_seen=8)
+    recent = RecentRounds(DraftPlan(POLICIES["training"], K, 1), num_seen=16)
     recent.times.prices[ALL] = {size: dict.fromkeys(range(4), 1.0) for size in (4, 8)}
     recent.times.prices[ONE] = {4: {1: one[0]}, 8: {1: one[1]}}
     recent.reached, recent.accepted = [1e9, 1e9, 1e9], [6e8, 5e8, 5e8]  # 2.05 or 1.6 tokens

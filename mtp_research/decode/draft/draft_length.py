@@ -68,6 +68,25 @@ _HOST_REQUESTS = 64  # whose work on the host is as much as what a call does bes
 
 
 @dataclass
+class LatestTimes:
+    """Median of the latest numbers of seconds, or of ratios of them."""
+
+    numbers: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMES))
+    _median: float | None = None  # asked for more often than there are new numbers
+
+    def add(self, number: float) -> None:
+        """Count one more."""
+        self.numbers.append(number)
+        self._median = None
+
+    def median(self) -> float | None:
+        """None before there are enough of them."""
+        if self._median is None and len(self.numbers) >= _MIN_TIMES:
+            self._median = statistics.median(self.numbers)
+        return self._median
+
+
+@dataclass
 class RecentRounds:
     """Fading counters of verify rounds, and the times of recent steps."""
 
@@ -85,7 +104,7 @@ class RecentRounds:
     accepted: list[float] = field(init=False)  # of these, those that accepted it
     # latest times of steps that made n drafts after a step that made n; for steps without prices,
     # which run all passes
-    step_seconds: dict[int, deque[float]] = field(default_factory=dict)
+    step_seconds: dict[int, LatestTimes] = field(default_factory=dict)
     times: "StepTimes" = field(default_factory=lambda: StepTimes())
     num_seen: int = 0  # steps of any kind
     # recent steps with prompt rows: those that had every row that a step may have, and others
@@ -159,8 +178,7 @@ class RecentRounds:
             self.accepted[position] *= self._fading
         self.num_steps += 1
         if seconds is not None and num_drafts == self.last_num_drafts:
-            times = self.step_seconds.setdefault(num_drafts, deque(maxlen=_NUM_TIMES))
-            times.append(seconds)
+            self.step_seconds.setdefault(num_drafts, LatestTimes()).add(seconds)
             self.times.note(
                 self._kind(False),
                 num_drafts,
@@ -255,9 +273,9 @@ class RecentRounds:
         It is the slope between the median times at n = 0 and at the largest n with enough times.
         """
         medians = {
-            num_drafts: statistics.median(times)
+            num_drafts: median
             for num_drafts, times in self.step_seconds.items()
-            if len(times) >= _MIN_TIMES
+            if (median := times.median()) is not None
         }
         most = max(medians, default=0)
         if 0 not in medians or most == 0 or medians[0] <= 0:
@@ -307,11 +325,11 @@ class StepTimes:
     prices: dict[StepKind, dict[int, dict[int, float]]] = field(default_factory=dict)
     # seconds that the host worked in the latest calls that started a step with prompt rows or none,
     # for each request, where a call itself counts as `_HOST_REQUESTS`
-    host_seconds: dict[bool, deque[float]] = field(default_factory=dict)
+    host_seconds: dict[bool, LatestTimes] = field(default_factory=dict)
     num_noted: int = 0  # steps
     # what latest steps of a kind and number took in units of their price, or of what the host did
     # if that was more, and when the last ran
-    overruns: dict[tuple[StepKind, int], deque[float]] = field(default_factory=dict)
+    overruns: dict[tuple[StepKind, int], LatestTimes] = field(default_factory=dict)
     last_noted: dict[tuple[StepKind, int], int] = field(default_factory=dict)
 
     def note(
@@ -322,15 +340,15 @@ class StepTimes:
         if price is not None and size <= max(self.prices[kind]):
             key = kind, num_drafts
             if self._is_forgotten(key):
-                self.overruns[key] = deque(maxlen=_NUM_TIMES)
+                self.overruns[key] = LatestTimes()
             self.num_noted += 1
-            self.overruns[key].append(seconds / max(price, self._least(kind, batch_size)))
+            self.overruns[key].add(seconds / max(price, self._least(kind, batch_size)))
             self.last_noted[key] = self.num_noted
 
     def note_host(self, seconds: float, *, has_prompts: bool, batch_size: int) -> None:
         """Keep what the host did in a call that started a step."""
-        times = self.host_seconds.setdefault(has_prompts, deque(maxlen=_NUM_TIMES))
-        times.append(seconds / (_HOST_REQUESTS + batch_size))
+        times = self.host_seconds.setdefault(has_prompts, LatestTimes())
+        times.add(seconds / (_HOST_REQUESTS + batch_size))
 
     def costs(self, kind: StepKind, *, size: int) -> dict[int, float]:
         """Expected seconds by number of drafts; the price where none ran lately."""
@@ -379,14 +397,15 @@ class StepTimes:
     def _least(self, kind: StepKind, batch_size: int) -> float:
         """What the host does in a step; where too few were seen, in one with prompts or without."""
         for has_prompts in (kind.has_prompts, not kind.has_prompts):
-            times = self.host_seconds.get(has_prompts, ())
-            if len(times) >= _MIN_TIMES:
-                return statistics.median(times) * (_HOST_REQUESTS + batch_size)
+            times = self.host_seconds.get(has_prompts)
+            if times is not None and (median := times.median()) is not None:
+                return median * (_HOST_REQUESTS + batch_size)
         return 0.0
 
     def _overrun(self, key: tuple[StepKind, int]) -> float:
-        times = () if self._is_forgotten(key) else self.overruns[key]
-        return statistics.median(times) if len(times) >= _MIN_TIMES else 1.0
+        if self._is_forgotten(key):
+            return 1.0
+        return self.overruns[key].median() or 1.0
 
     def _is_forgotten(self, key: tuple[StepKind, int]) -> bool:
         last = self.last_noted.get(key)
@@ -405,7 +424,7 @@ _PROBE_STEPS = 6  # steps in a row with the same number of drafts while costs ar
 _NUM_PROBES = 4  # runs of them: K, 0, K, 0
 _LEAST_GAIN = 1.02  # for which the number of drafts or of passes changes
 _LAST_GAIN = 1.06  # for which the first pass is left out too
-_CHECK_EVERY = 8  # steps, for passes that do not pay
+_CHECK_EVERY = 16  # steps, for passes that do not pay
 _FADING_BATCH = 0.95  # a check, of the most requests that ran: a batch fills up within a few
 _LEAST_TEXTS = 7.0  # that ended, fading, before passes are left out: eight of late
 
