@@ -237,7 +237,10 @@ class Ledger:
         if launched.num_prompt_rows:
             num_decoding = sum(not entry.is_prefill for entry in launched.entries)
         self.recent.add_step(
-            launched.num_prompt_rows, num_decoding=num_decoding, num_passes=launched.num_passes
+            launched.num_prompt_rows,
+            num_decoding=num_decoding,
+            num_passes=launched.num_passes,
+            num_tokens=num_emitted,
         )
 
     def _end_step(
@@ -300,9 +303,9 @@ class Ledger:
 
     def _retire(self, request: Request) -> None:
         self.stats.records.append(record_of(request))
-        num_output_tokens = request.num_tokens - request.num_prompt_tokens
-        if num_output_tokens and request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.recent.add_text(num_output_tokens)
+        has_output = request.num_tokens > request.num_prompt_tokens
+        if has_output and request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.recent.add_text()
         if self.auditor is None:
             return
         in_flight = self.in_flight.entries if self.in_flight is not None else self.starting

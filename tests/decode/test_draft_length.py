@@ -92,16 +92,16 @@ def feed(recent: RecentRounds, rounds: list[tuple[int, int]], *, times: int = 1)
 
 def test_estimate_starts_at_the_prior_and_ends_at_the_rates() -> None:
     recent = _recent(3, half_life_steps=1e9)
-    assert recent.conditional_acceptance() == pytest.approx([0.8] * 3)
+    assert recent.counts.conditional_acceptance() == pytest.approx([0.8] * 3)
     # Draft 1 is accepted 3 times in 4, draft 2 once in 3 (made in every round), draft 3 never.
     feed(recent, [(3, 0), (3, 1), (3, 1), (3, 2)], times=500)
-    assert recent.conditional_acceptance() == pytest.approx([3 / 4, 1 / 3, 0.0], abs=0.01)
+    assert recent.counts.conditional_acceptance() == pytest.approx([3 / 4, 1 / 3, 0.0], abs=0.01)
 
 
 def test_estimate_ignores_positions_that_were_not_drafted() -> None:
     recent = _recent(3, half_life_steps=1e9)
     feed(recent, [(1, 1)], times=1000)
-    first, second, third = recent.conditional_acceptance()
+    first, second, third = recent.counts.conditional_acceptance()
     assert first == pytest.approx(1.0, abs=0.01)
     assert (second, third) == (0.8, 0.8)
 
@@ -111,8 +111,8 @@ def test_estimate_forgets_half_in_a_half_life() -> None:
     recent.add_rounds(1, num_drafted=1, num_accepted=1)
     for _ in range(10):
         recent.end_step(num_drafts=0, seconds=1.0)
-    assert recent.reached == pytest.approx([0.5])
-    assert recent.accepted == pytest.approx([0.5])
+    assert recent.counts.reached == pytest.approx([0.5])
+    assert recent.counts.accepted == pytest.approx([0.5])
 
 
 def test_expected_gain_drops_hopeless_drafts_and_tries_them_again() -> None:

@@ -50,7 +50,7 @@ class RandomLength:
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         """Reads the number of steps only, so that a run can be repeated."""
-        rng = random.Random(f"{self.seed} {recent.num_steps} {sum(recent.reached)}")
+        rng = random.Random(f"{self.seed} {recent.num_steps} {sum(recent.counts.reached)}")
         return rng.randint(0, recent.plan.num_speculative_tokens)
 
     def limits(self, num_speculative_tokens: int) -> range:
@@ -259,9 +259,9 @@ def test_records_count_the_drafts_that_were_made(target, monkeypatch) -> None:
     assert decoder.stats.tokens_per_s > 0
     for position in range(3):
         hits = sum(accepted > position for accepted, _ in pairs)
-        assert decoder.recent.accepted[position] == hits > 0
+        assert decoder.recent.counts.accepted[position] == hits > 0
         reached = sum(accepted >= position < drafted for accepted, drafted in pairs)
-        assert decoder.recent.reached[position] == reached
+        assert decoder.recent.counts.reached[position] == reached
 
 
 def test_non_finite_draft_logits_count_as_made_and_rejected(target) -> None:
@@ -425,7 +425,7 @@ def test_number_that_looks_better_by_its_price_is_tried_and_then_counts_as_it_wa
         recent.end_step(num_drafts=1, seconds=5.7, batch_size=3)  # they cost it more
     assert recent.costs(3) == {0: 2.0, 1: 5.7}
     assert rule.num_drafts(batch_size=3, recent=recent) == 0
-    for _ in range(514):  # of which the first says nothing
+    for _ in range(2050):  # of which the first says nothing
         recent.end_step(num_drafts=0, seconds=2.0, batch_size=3)
     assert recent.costs(3) == {0: 2.0, 1: 1.9}, "tried again: texts may be others by now"
 

@@ -63,7 +63,11 @@ if TYPE_CHECKING:
 
 _NUM_TIMES = 16  # latest step times kept for each n
 _MIN_TIMES = 4  # below this a median says nothing
-_REMEMBERED_STEPS = 512  # for which a number of drafts need not be tried again
+# Chance assumed for a draft never seen, given that the ones before it were accepted, and the rounds
+# that this counts as. High on purpose: what is believed to be good is tried, and so it is measured.
+_PRIOR_ACCEPTANCE = 0.8
+_PRIOR_ROUNDS = 2.0
+_REMEMBERED_STEPS = 2048  # for which a number of drafts need not be tried again
 _HOST_REQUESTS = 64  # whose work on the host is as much as what a call does beside them
 
 
@@ -87,21 +91,55 @@ class LatestTimes:
 
 
 @dataclass
+class RoundCounts:
+    """Fading counts of verify rounds, by draft position."""
+
+    reached: list[float]  # weight of the rounds that made this draft and accepted all before it
+    accepted: list[float]  # of these, those that accepted it
+
+    @classmethod
+    def none(cls, num_speculative_tokens: int) -> "RoundCounts":
+        """Of K positions."""
+        return cls([0.0] * num_speculative_tokens, [0.0] * num_speculative_tokens)
+
+    def add(self, count: int, *, num_drafted: int, num_accepted: int) -> None:
+        """Count `count` rounds that verified `num_drafted` drafts and accepted `num_accepted`."""
+        for position in range(num_accepted):
+            self.reached[position] += count
+            self.accepted[position] += count
+        if num_accepted < num_drafted:
+            self.reached[num_accepted] += count
+
+    def fade(self, factor: float, *, num_drafts: int) -> None:
+        """Let what was seen of the first drafts count less."""
+        for position in range(num_drafts):
+            self.reached[position] *= factor
+            self.accepted[position] *= factor
+
+    def conditional_acceptance(self) -> list[float]:
+        """Estimated chance of draft 1..K, given that it is made and all before it are accepted."""
+        prior = _PRIOR_ACCEPTANCE * _PRIOR_ROUNDS
+        return [
+            (accepted + prior) / (reached + _PRIOR_ROUNDS)
+            for accepted, reached in zip(self.accepted, self.reached, strict=True)
+        ]
+
+
+@dataclass
 class RecentRounds:
-    """Fading counters of verify rounds, and the times of recent steps."""
+    """Fading counters of verify rounds, and the times of recent steps.
+
+    Two memories: drafts of a step are chosen by the rounds just before it, passes that are left out
+    for as long as a queue lasts by those of a long time: prompts often come in order of their kind.
+    """
 
     plan: "DraftPlan"  # whose drafts are counted
-    half_life_steps: float = 32.0  # steps after which a round counts half, > 0
+    half_life_steps: float = 32.0  # decode steps after which a round counts half, > 0
+    lasting_half_life_steps: float = 512.0  # the same in the long memory, in steps of any kind
     max_rows: int = 1 << 30  # of a step
-    # chance assumed for a draft never seen, given that the ones before it were accepted, in [0, 1].
-    # It is high on purpose: what is believed to be good gets tried, and what is tried gets
-    # measured.
-    prior_acceptance: float = 0.8
-    prior_rounds: float = 2.0  # rounds that the prior counts as, > 0
     num_steps: int = 0  # decode steps seen
-    # per draft position, weight of the rounds that made this draft and accepted all before it
-    reached: list[float] = field(init=False)
-    accepted: list[float] = field(init=False)  # of these, those that accepted it
+    counts: RoundCounts = field(init=False)
+    lasting_counts: RoundCounts = field(init=False)
     # latest times of steps that made n drafts after a step that made n; for steps without prices,
     # which run all passes
     step_seconds: dict[int, LatestTimes] = field(default_factory=dict)
@@ -109,7 +147,8 @@ class RecentRounds:
     num_seen: int = 0  # steps of any kind
     # recent steps with prompt rows: those that had every row that a step may have, and others
     mixed: "dict[bool, MixedSteps]" = field(default_factory=dict)
-    # requests that ended of late, fading, and the tokens of their outputs
+    # long memory of requests that ended, and of tokens that were written: in the long run the mean
+    # length of outputs, and more than it while few have ended yet, of which the first are short
     num_texts: float = field(init=False)
     output_tokens: float = field(init=False)
     last_num_drafts: int | None = None  # of the last step that the host knows
@@ -125,26 +164,29 @@ class RecentRounds:
 
     def forget_texts(self) -> None:
         """Forget what was accepted, and how long texts were; what steps take stays."""
-        self.reached = [0.0] * self.plan.num_speculative_tokens
-        self.accepted = [0.0] * self.plan.num_speculative_tokens
+        self.counts = RoundCounts.none(self.plan.num_speculative_tokens)
+        self.lasting_counts = RoundCounts.none(self.plan.num_speculative_tokens)
         self.num_texts = self.output_tokens = 0.0
 
     def add_rounds(self, count: int, *, num_drafted: int, num_accepted: int) -> None:
         """Count `count` rounds that verified `num_drafted` drafts and accepted `num_accepted`."""
-        reached, accepted = self.reached, self.accepted
-        for position in range(num_accepted):
-            reached[position] += count
-            accepted[position] += count
-        if num_accepted < num_drafted:
-            reached[num_accepted] += count
+        for counts in (self.counts, self.lasting_counts):
+            counts.add(count, num_drafted=num_drafted, num_accepted=num_accepted)
 
-    def add_step(self, num_prompt_rows: int, *, num_decoding: int, num_passes: int) -> None:
-        """Count a step: its prompt rows, its requests that decode, and the passes that it runs."""
+    def add_step(
+        self, num_prompt_rows: int, *, num_decoding: int, num_passes: int, num_tokens: int
+    ) -> None:
+        """Count a step: prompt rows, requests that decode, passes, and tokens of output."""
         self.num_seen += 1
+        fading = _fading(self.lasting_half_life_steps)
+        self.num_texts *= fading
+        self.output_tokens = fading * self.output_tokens + num_tokens
+        # Of passes that do not run nothing new is learnt: what was known of their drafts stays.
+        self.lasting_counts.fade(fading, num_drafts=self.num_passes)
         if num_prompt_rows:
             num_rows = num_prompt_rows + num_decoding * (num_passes + 1)
             for kind in self.mixed.values():
-                kind.fade(self._fading)
+                kind.fade(_fading(self.half_life_steps))
             kind = self.mixed.setdefault(num_rows >= self.max_rows, MixedSteps())
             kind.add(num_decoding=num_decoding, num_prompt_rows=num_prompt_rows)
 
@@ -156,10 +198,9 @@ class RecentRounds:
             self.num_unqueued += len(num_tokens)
             self.unqueued_tokens += sum(num_tokens)
 
-    def add_text(self, num_output_tokens: int) -> None:
-        """Count a request that ended; `half_life_steps` later ones make it count half."""
-        self.num_texts = self._fading * self.num_texts + 1.0
-        self.output_tokens = self._fading * self.output_tokens + num_output_tokens
+    def add_text(self) -> None:
+        """Count a request that ended."""
+        self.num_texts += 1.0
 
     def add_call(self, seconds: float, *, has_prompts: bool, batch_size: int) -> None:
         """Keep what the host did in a call that started a step of half of the most or more."""
@@ -172,10 +213,7 @@ class RecentRounds:
         The time is kept only if the step before made as many: a step verifies what that one
         drafted, so after a change it prices neither number.
         """
-        # Of passes that do not run nothing new is learnt: what was known of their drafts stays.
-        for position in range(self.num_passes):
-            self.reached[position] *= self._fading
-            self.accepted[position] *= self._fading
+        self.counts.fade(_fading(self.half_life_steps), num_drafts=self.num_passes)
         self.num_steps += 1
         if seconds is not None and num_drafts == self.last_num_drafts:
             self.step_seconds.setdefault(num_drafts, LatestTimes()).add(seconds)
@@ -187,14 +225,6 @@ class RecentRounds:
                 seconds=seconds,
             )
         self.last_num_drafts = num_drafts
-
-    def conditional_acceptance(self) -> list[float]:
-        """Estimated chance of draft 1..K, given that it is made and all before it are accepted."""
-        prior = self.prior_acceptance * self.prior_rounds
-        return [
-            (accepted + prior) / (reached + self.prior_rounds)
-            for accepted, reached in zip(self.accepted, self.reached, strict=True)
-        ]
 
     def costs(self, batch_size: int) -> dict[int, float]:
         """Expected seconds of a step by its number of drafts; {} where none was timed.
@@ -216,8 +246,8 @@ class RecentRounds:
         costs = times.priced(StepKind(num_passes, False), batch_size=batch_size, usual=usual[0])
         if not times.prices.get(mixed):
             rows_a_token = 0.0
-        rates = []
-        for n, tokens in enumerate(expected_tokens(self.conditional_acceptance())):
+        rates, acceptance = [], self.lasting_counts.conditional_acceptance()
+        for n, tokens in enumerate(expected_tokens(acceptance)):
             if n not in costs:
                 continue
             share, steps = self._with_prompts(batch_size, num_passes, rows_a_token * tokens)
@@ -262,10 +292,6 @@ class RecentRounds:
 
     def _kind(self, has_prompts: bool) -> "StepKind":
         return StepKind(self.num_passes, has_prompts)
-
-    @property
-    def _fading(self) -> float:
-        return 0.5 ** (1.0 / self.half_life_steps)
 
     def cost_ratio(self) -> float | None:
         """Measured price of one more draft, in steps that make none; None if not known yet.
@@ -422,7 +448,7 @@ class StepTimes:
 NOT_DRAFTED = -2  # any id outside the vocabulary is rejected; this one was not even proposed
 _PROBE_STEPS = 6  # steps in a row with the same number of drafts while costs are measured
 _NUM_PROBES = 4  # runs of them: K, 0, K, 0
-_LEAST_GAIN = 1.02  # for which the number of drafts or of passes changes
+_LEAST_GAIN = 1.02  # for which the number of drafts changes, or more passes run again
 _LAST_GAIN = 1.06  # for which the first pass is left out too
 _CHECK_EVERY = 16  # steps, for passes that do not pay
 _FADING_BATCH = 0.95  # a check, of the most requests that ran: a batch fills up within a few
@@ -557,7 +583,7 @@ class ExpectedGainLength:
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         """The best n, or K and none in turn while the price is measured."""
-        chances = recent.conditional_acceptance()
+        chances = recent.counts.conditional_acceptance()
         numbers = range(len(chances) + 1)
         if self.cost_ratio is not None:
             return best_num_drafts(chances, costs=[1.0 + self.cost_ratio * n for n in numbers])
@@ -595,7 +621,7 @@ class ExpectedGainLength:
         recent.most_running = max(batch_size, recent.most_running)
         if recent.num_texts < _LEAST_TEXTS:
             return recent.num_passes
-        is_less = recent.num_passes < len(recent.reached)
+        is_less = recent.num_passes < recent.plan.num_speculative_tokens
         if is_less and is_admitting and 2 * recent.num_unqueued >= batch_size:
             return _more_passes(batch_size, recent)
         if recent.num_seen % _CHECK_EVERY == 0 and (prompts := list(waiting)):
@@ -604,15 +630,18 @@ class ExpectedGainLength:
         return recent.num_passes
 
 
+def _fading(half_life_steps: float) -> float:
+    return 0.5 ** (1.0 / half_life_steps)
+
+
 def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds) -> int:
     """As many passes as now, or the fewer that pay best while texts wait.
 
     Those left out are so for the requests that run now and for those that follow them; once nobody
     waits the batch shrinks, where more drafts pay. So fewer passes must take less time for all that
     is in sight, the prompts and outputs of those that wait included: half of what a batch writes in
-    one half as large, all else in a batch as large as was seen, which may be filling up. It takes
-    2 % less to leave passes out, and 6 % to leave out the first: then nothing tells any more what
-    drafts are worth.
+    one half as large, all else in a batch as large as was seen, which may be filling up. The first
+    pass is left out for 6 % alone: then nothing tells any more what drafts are worth.
     """
     now = recent.num_passes
     fewer = {kind.num_passes for kind in recent.times.prices if kind.num_passes < now}
@@ -628,9 +657,9 @@ def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds)
         full = recent.rate(m, batch_size, rows_a_token=rows_a_token)
         return tokens[0] / full + tokens[1] / recent.rate(m, half)
 
-    taken = {m: seconds(m) * (_LEAST_GAIN if m else _LAST_GAIN) for m in fewer}
+    taken = {m: seconds(m) * (1.0 if m else _LAST_GAIN) for m in fewer}
     best = min(fewer, key=lambda m: (taken[m], -m))
-    return best if taken[best] <= seconds(now) else now
+    return best if taken[best] < seconds(now) else now
 
 
 def _more_passes(batch_size: int, recent: RecentRounds) -> int:
