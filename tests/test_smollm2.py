@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import lzma
+import statistics
 from collections import defaultdict
 from functools import cache
 
@@ -124,6 +125,27 @@ def test_table_of_speeds_is_the_stored_one() -> None:
     ends = [end for n in (1, 2, 3) for end in (min(lengths[n]), max(lengths[n]))]
     text = words.format(ends[0] - 1, ends[1] - 1, *ends[2:5]).replace("0.", ".")
     assert f"{text} {ends[5]:.2f} at K = 3" in PAGE
+
+
+def test_what_the_chosen_number_made_later_is_the_stored_one() -> None:
+    log = (REPOSITORY_ROOT / "docs" / "log.md").read_text(encoding="utf8")
+    runs: dict[tuple[str, int], list[dict]] = defaultdict(list)
+    for row in json.loads((RESULTS / "chosen.json").read_text())["rows"]:
+        runs[row["commit"], row["batch"]].append(row)
+    assert len(runs) == 7
+    behind = []
+    for (commit, batch), rows in runs.items():
+        assert {len(row["pass_seconds"]) for row in rows} == {4}
+        plain, *fixed, chosen = (statistics.median(row["pass_seconds"]) for row in rows)
+        assert [row["draft_length"] for row in rows[-2:]] == ["fixed", "expected_gain"]
+        by_number = dict(zip((row["num_drafts"] for row in rows[1:]), fixed, strict=False))
+        cells = [f"{plain / by_number[n]:.2f}" if n in by_number else "" for n in (1, 2, 3)]
+        cells += [f"{plain / chosen:.2f}", f"{min(fixed) / chosen:.2f}"]
+        row = f"| {commit} | {batch} | {' | '.join(cells)} |\n".replace("|  |", "| |")
+        assert row in log
+        behind.append(1 - min(fixed) / chosen)
+    words = f"{100 * min(behind):.1f} to {100 * max(behind):.1f} % behind the best K of their run"
+    assert f"Three later commits were {words} in seven runs" in PAGE
 
 
 def speeds_by_batch() -> dict[int, list[dict]]:
