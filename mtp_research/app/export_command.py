@@ -170,7 +170,7 @@ def _signed(estimate: Estimate) -> str:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = OptionParser(
-        prog="python -m mtp_research export",
+        prog="mtp export",
         description="Write heads in the tensor names of the target's family: links to the target's "
         "files and one new shard, in bfloat16 or the dtypes of the target's own modules.",
     )

@@ -1,6 +1,6 @@
 """Policies made visible and priced without a model: the engine's own row plan run on symbols.
 
-    python -m mtp_research.policy --policy training --k 3 --modules 3 --prompt ABCD \
+    mtp trace --policy training --k 3 --modules 3 --prompt ABCD \
         --script 'E>FGH 2X>NOP 0K>UVW'
 
 prints one line per module pass, `slot:token|hidden`, and an audit line per round. `h1[F]@E` is
@@ -8,7 +8,7 @@ module 1's output at row E having consumed token F; `H_E` is the target's hidden
 the output of the first draft pass at its sampled row. Script items are: accepted count (none for
 the prompt), bonus token, `>`, the new drafts.
 
-    python -m mtp_research.policy.simulate --policy window --k 3 --accept 0.8 --rounds 20000
+    mtp audit --policy window --k 3 --accept 0.8 --rounds 20000
 
 runs one long text. In every round draft j is accepted with the same chance, given that the ones
 before it were; the auditor then prices the slots that the modules are left with. All symbols
@@ -147,8 +147,8 @@ def trace(loop: SymbolicLoop, *, prompt: str, script: str) -> list[str]:
 
 
 def trace_main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m mtp_research.policy`."""
-    parser = _parser("python -m mtp_research.policy", "Print the rows a policy runs.")
+    """Entry of `mtp trace`."""
+    parser = _parser("mtp trace", "Print the rows a policy runs.")
     parser.add_argument("--prompt", default="ABCD")
     parser.add_argument("--script", default="E>FGH 2X>NOP 0K>UVW 3Z>QRS 1J>ijk")
     args = parser.parse_args(argv)
@@ -204,9 +204,9 @@ def simulate(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m mtp_research.policy.simulate`."""
+    """Entry of `mtp audit`."""
     description = "Faults that a policy leaves in the draft KV at a given acceptance."
-    parser = _parser("python -m mtp_research.policy.simulate", description)
+    parser = _parser("mtp audit", description)
     parser.add_argument("--accept", type=float, default=0.8, help="chance that a draft is accepted")
     parser.add_argument("--rounds", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)

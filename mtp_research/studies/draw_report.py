@@ -35,7 +35,7 @@ _FILES = (MATRIX_FILE, STUDY_FILE, *_RESULTS, METRICS_FILE)
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report; returns the exit code: 0, 2 arguments, 3 integrity, 4 environment."""
     about = "One HTML page, CSV, LaTeX, Markdown and charts from the results of runs."
-    parser = OptionParser(prog="python -m mtp_research report", description=about)
+    parser = OptionParser(prog="mtp report", description=about)
     taken = "a file, its folder, or a folder of such folders"
     parser.add_argument("results", nargs="+", type=Path, help=taken)
     parser.add_argument("--out", type=Path, help="default: `report` beside the first file")

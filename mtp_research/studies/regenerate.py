@@ -1,6 +1,6 @@
 """Training text for heads: the target's own answers, through our decode loop.
 
-    python -m mtp_research.studies.regenerate --target assets/lab_tiny/target
+    mtp regenerate --target assets/lab_tiny/target
         --output answers.jsonl --source questions.jsonl
         --max-prompts 800 --self-chat 2000 --self-text 800 --temperature 0
 
@@ -173,12 +173,13 @@ def _run(args: argparse.Namespace) -> None:
     done = share.in_turns(lambda: _existing_ids(args.output))
     engine = _engine(args, target)
     tasks = share.of(question_tasks(kept, tokenizer)) if kept else []
-    invented = partial(invent, target, tokenizer, share=share, seed=args.seed, engine=engine)
-    tasks += invented(self_chat, count=args.self_chat, first_number=len(kept))
-    tasks += invented(self_text, count=args.self_text, first_number=len(kept) + args.self_chat)
-    num_asked = len(tasks)
-    tasks = [task for task in tasks if not evaluated.holds(tokenizer.decode(task.own_words))]
-    num_left_out += share.sums([num_asked - len(tasks)])[0]
+    ask = partial(invent, target, tokenizer, share=share, seed=args.seed, engine=engine)
+    invented = ask(self_chat, count=args.self_chat, first_number=len(kept))
+    invented += ask(self_text, count=args.self_text, first_number=len(kept) + args.self_chat)
+    asked = tasks + invented
+    tasks = [task for task in asked if not evaluated.holds(tokenizer.decode(task.own_words))]
+    num_refused, num_invented = share.sums([len(asked) - len(tasks), len(invented)])
+    num_left_out += num_refused
     sampling = replace(sampling, stop_token_ids=target.stop_token_ids)
     output = part_of(args.output, share.rank)
     answered = answer(target, tasks, output=output, sampling=sampling, engine=engine, done=done)
@@ -187,6 +188,13 @@ def _run(args: argparse.Namespace) -> None:
     if share.rank == 0:
         gather_parts(args.output)
         _finish(args, answered, num_left_out=num_left_out)
+        num_wanted = args.self_chat + args.self_text
+        if num_invented < num_wanted:
+            print(
+                f"{num_wanted - num_invented} of {num_wanted} messages and beginnings that the "
+                "target invented were left out: they did not end, were too short, or held special "
+                "tokens; ask for more with --self-chat or --self-text"
+            )
 
 
 def _run_endpoint(args: argparse.Namespace) -> None:
@@ -434,8 +442,7 @@ def _check_settings(
 
 def _parser() -> argparse.ArgumentParser:
     about = "Answers of the target as training text."
-    name = "python -m mtp_research.studies.regenerate"
-    parser = OptionParser(prog=name, description=about)
+    parser = OptionParser(prog="mtp regenerate", description=about)
     add = parser.add_argument
     add("--target", required=True, help="folder or hub id of the target")
     add("--output", type=Path, required=True, help="JSONL file, appended to")

@@ -80,9 +80,7 @@ _POLICY_HEADER = ("head", "N", "K", "policy", "module rows per step", *(f"{x} %"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m mtp_research tables`; returns the exit code."""
-    parser = OptionParser(
-        prog="python -m mtp_research tables", description="Print a table of stored results."
-    )
+    parser = OptionParser(prog="mtp tables", description="Print a table of stored results.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (number_of_paths, _) in _COMMANDS.items():
         command = commands.add_parser(name)

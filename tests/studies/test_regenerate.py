@@ -14,6 +14,7 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.target import load_target, load_tokenizer
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
+from mtp_research.studies import answer_tasks
 from mtp_research.studies.answer_tasks import Evaluated, Task, user_turn
 from mtp_research.studies.regenerate import (
     _engine,
@@ -263,6 +264,15 @@ def test_processes_of_a_launch_write_the_same_lines_as_one(tmp_path, source):
     assert any(name.startswith("self-chat") for name in found)
     assert any(name.startswith("self-text") for name in found)
     assert not list(tmp_path.glob("*.rank*"))
+
+
+def test_messages_that_do_not_end_are_counted(tmp_path, source, capsys, monkeypatch):
+    words = ("--self-chat", "6", "--self-text", "2")
+    monkeypatch.setattr(answer_tasks, "_MESSAGE_TOKENS", 2)  # so few that none can end
+    assert run(tmp_path / "out.jsonl", source, *words) == 0
+    assert not any(name.startswith("self-chat") for name in lines(tmp_path / "out.jsonl"))
+    said = "6 of 8 messages and beginnings that the target invented were left out"
+    assert said in capsys.readouterr().out
 
 
 def test_user_turn_is_what_the_template_writes_around_a_message():
