@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.files import open_to_others
 
 TRAINING_ATTENTION = "mtp_causal"
 TargetModel = PreTrainedModel  # for annotations outside models/, which do not import transformers
@@ -108,7 +109,9 @@ def save_target(model: PreTrainedModel, folder: str | Path) -> int:
     cast_parameters(model, torch.bfloat16)
     model.save_pretrained(folder)
     cast_parameters(model, dtype)
-    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    files = list(Path(folder).glob("*.safetensors"))
+    open_to_others(*files)
+    return sum(path.stat().st_size for path in files)
 
 
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -49,16 +49,22 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_tensors(tensors: "Mapping[str, Tensor]", path: Path) -> None:
-    """Write a safetensors file that others may read as the user's mask says.
-
-    Since 0.8 the library leaves it to its owner alone.
-    """
+    """Write a safetensors file that others may read as the user's mask says."""
     from safetensors.torch import save_file
 
     save_file(dict(tensors), path, metadata={"format": "pt"})
+    open_to_others(path)
+
+
+def open_to_others(*paths: Path) -> None:
+    """Let others read files as the user's mask says: since 0.8 safetensors lets their owner alone.
+
+    So it does where transformers saves a model.
+    """
     mask = os.umask(0)  # it cannot be asked for without being set
     os.umask(mask)
-    path.chmod(0o666 & ~mask)
+    for path in paths:
+        path.chmod(0o666 & ~mask)
 
 
 def sync_to_disk(*paths: Path) -> None:

@@ -1,6 +1,7 @@
 """A target in a GGUF file: its weights and tokens, unpacked once; files that are no GGUF."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,6 +162,8 @@ def test_gguf_facts_name_the_file_and_how_it_packs(file, cache):
 def test_gguf_is_unpacked_once_and_anew_when_it_changes(file, model):
     first = load_target(file).path
     assert load_target(file).path == first
+    modes = {path.stat().st_mode for path in Path(first).iterdir()}
+    assert len(modes) == 1, "weights may be read by whom the rest may"
     with torch.no_grad():
         model.model.norm.weight.fill_(3.0)
     file.unlink()

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from mtp_research.models.loading.load_weights import quiet_loading
 from mtp_research.models.loading.source import GGUF_FACTS, check_source, gguf_folder, is_gguf
 from mtp_research.runtime.errors import IntegrityError
-from mtp_research.runtime.files import sha256_of
+from mtp_research.runtime.files import open_to_others, sha256_of
 
 _DTYPE = torch.bfloat16
 # Fields of the file -> names of the tokenizer's special tokens
@@ -94,6 +94,7 @@ def _write(file: Path, folder: Path) -> dict[str, object]:
     tokenizer.clean_up_tokenization_spaces = False  # it would cost spaces of the text
     with quiet_loading():
         model.save_pretrained(folder)
+        open_to_others(*folder.glob("*.safetensors"))
         tokenizer.save_pretrained(folder)
     return {
         "file": file.name,
