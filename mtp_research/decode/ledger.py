@@ -303,8 +303,7 @@ class Ledger:
 
     def _retire(self, request: Request) -> None:
         self.stats.records.append(record_of(request))
-        has_output = request.num_tokens > request.num_prompt_tokens
-        if has_output and request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if request.num_tokens > request.num_prompt_tokens:
             self.recent.add_text()
         if self.auditor is None:
             return

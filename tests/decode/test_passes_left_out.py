@@ -26,6 +26,7 @@ from mtp_research.decode.draft.draft_length import (
 )
 from mtp_research.decode.draft.drafter import VerifiedStep
 from mtp_research.decode.graphs import decode_graphs, mixed_graphs
+from mtp_research.decode.ledger import Launched
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import Request, Schedule
 from mtp_research.decode.settings import SpecSettings
@@ -351,25 +352,25 @@ def test_passes_run_again_once_half_of_the_batch_began_without_a_queue() -> None
 
 def test_what_is_known_of_drafts_stays_while_their_passes_are_left_out() -> None:
     recent = priced(num_passes=1)
-    for counts in (recent.counts, recent.lasting_counts):
-        known = counts.conditional_acceptance()
-        for _ in range(20000):
-            recent.add_rounds(8, num_drafted=1, num_accepted=1)
-            recent.add_step(0, num_decoding=8, num_passes=1, num_tokens=16)
-            recent.end_step(num_drafts=1, seconds=None, batch_size=8)
-        assert counts.conditional_acceptance()[0] > 0.9
-        assert counts.conditional_acceptance()[1:] == known[1:]
+    both = recent.counts, recent.lasting_counts
+    known = [counts.conditional_acceptance()[1:] for counts in both]
+    for _ in range(20000):
+        recent.add_rounds(8, num_drafted=1, num_accepted=1)
+        recent.add_text()
+        recent.end_step(num_drafts=1, seconds=None, batch_size=8)
+    assert min(counts.conditional_acceptance()[0] for counts in both) > 0.9
+    assert [counts.conditional_acceptance()[1:] for counts in both] == known
 
 
 def test_passes_are_decided_by_the_long_memory_and_drafts_by_the_short_one() -> None:
-    """A hundred steps of texts that no draft fits, amid thousands that they do."""
+    """A hundred steps and texts that no draft fits, after thousands that they do."""
     recent = priced((0.79, 0.79), half_life_steps=8.0)
     recent.forget_texts()
     recent.times.prices[ALL] = {8: {n: 1.0 + 0.1 * n for n in range(4)}}
     for accepted, steps in ((K, 4000), (0, 100)):
         for _ in range(steps):
             recent.add_rounds(8, num_drafted=K, num_accepted=accepted)
-            recent.add_step(0, num_decoding=8, num_passes=K, num_tokens=8 * (1 + accepted))
+            recent.add_text()
             recent.end_step(num_drafts=K, seconds=None, batch_size=8)
     recent.num_texts, recent.output_tokens, recent.num_seen = 8.0, 800.0, 16
     assert passes(recent) == K
@@ -379,19 +380,18 @@ def test_passes_are_decided_by_the_long_memory_and_drafts_by_the_short_one() -> 
 
 
 def test_texts_are_as_long_as_those_that_ended_once_many_have() -> None:
-    """Eight requests of 100 tokens each, 12 steps apart; the first to end says little."""
+    """Eight requests run, one token a step each, and one in 12 steps ends; the first at once."""
     recent = RecentRounds(DraftPlan(POLICIES["training"], K, 1))
     lengths = []
-    for step in range(8000):
-        num_running = min(1 + step // 12, 8)
-        ends = step >= 99 and step % 12 == 99 % 12
-        if ends:
+    for step in range(40000):
+        recent.add_step(0, num_decoding=8, num_passes=K, num_tokens=8)
+        if step >= 96 and step % 12 == 0:
             recent.add_text()
-        recent.add_step(0, num_decoding=num_running, num_passes=K, num_tokens=num_running)
-        lengths += [recent.output_tokens / recent.num_texts] if ends else []
-    assert lengths[0] > 400
+            lengths.append(recent.output_tokens / recent.num_texts)
+    assert lengths[0] > 700, "the first says little"
     assert all(left > right for left, right in itertools.pairwise(lengths[:8]))
-    assert lengths[-1] == pytest.approx(8 * 12, rel=0.02)
+    assert lengths[-1] == pytest.approx(8 * 12, rel=0.01)
+    assert recent.num_texts > 300, "however long they are, many ended of late"
 
 
 def test_the_batch_is_all_that_runs(models) -> None:
@@ -437,7 +437,7 @@ def test_no_step_is_shorter_than_what_the_host_does_in_it() -> None:
     for seconds in (9.0, 0.1, 0.85, 0.85):  # one call of 9 s counts as one
         assert passes(recent) == 1
         recent.add_call(seconds, has_prompts=False, batch_size=8)
-    assert recent.times.costs(ONE, size=8) == {1: pytest.approx(0.85)}
+    assert recent.times.costs(ONE, batch_size=8) == {1: pytest.approx(0.85)}
     assert recent.costs(8) == dict.fromkeys(range(4), 1.0)
     assert passes(recent) == K  # 1.6 / .85 tokens a second, less than 2.05
     for _ in range(5):
@@ -460,8 +460,31 @@ def test_the_host_takes_longer_for_more_requests() -> None:
             recent.add_call(7.0, has_prompts=False, batch_size=batch_size)
     for _ in range(4):
         recent.add_call(0.6, has_prompts=False, batch_size=32)
-    assert recent.times.costs(ONE, size=128) == {1: pytest.approx(1.2)}
-    assert recent.times.costs(ONE, size=4) == {1: pytest.approx(0.5)}, "the price"
+    assert recent.times.costs(ONE, batch_size=128) == {1: pytest.approx(1.2)}
+    assert recent.times.costs(ONE, batch_size=4) == {1: pytest.approx(0.5)}, "the price"
+
+
+def test_the_host_is_timed_again_once_a_burst_is_over() -> None:
+    """A server: 128 at a time once, then eight, and nobody waits."""
+    recent = priced(most_running=128.0)
+    for _ in range(1600):
+        recent.num_seen += 1
+        passes(recent, num_waiting=0)
+        recent.add_call(0.9, has_prompts=False, batch_size=8)
+    assert recent.most_running < 16
+    assert recent.times.costs(ONE, batch_size=8) == {1: pytest.approx(0.9)}
+
+
+def test_the_host_beside_prompts_works_for_those_that_decode() -> None:
+    """Half of the steps have prompts: of 64 requests seven decode and one reads, in .8 s."""
+    recent = priced(max_rows=64)
+    recent.times.prices[StepKind(1, True)] = {64: {1: 0.1}}
+    for _ in range(4):
+        recent.add_call(0.8, has_prompts=True, batch_size=8)
+        recent.add_call(1.4, has_prompts=False, batch_size=64)
+    recent.add_step(50, num_decoding=7, num_passes=1, num_tokens=7)
+    found = recent.rate(1, 64, rows_a_token=50 / 71 / 1.6)  # 64 w / (50 + 57 w) is a half
+    assert found == pytest.approx((64 + 7) * 1.6 / (1.4 + 0.8))
 
 
 def test_steps_that_wait_for_the_host_say_nothing_of_their_price() -> None:
@@ -513,7 +536,7 @@ def test_steps_of_a_mean_size_cost_the_mean_of_their_buckets() -> None:
     times.prices[kind] = {16: {1: 1.0}, 32: {1: 1.5}, 64: {1: 2.0}}
 
     def price(mean_size: float) -> float:
-        return times.priced_beside_prompts(kind, 1, mean_size=mean_size, batch_size=8, usual=1.0)
+        return times.priced_beside_prompts(kind, 1, mean_size=mean_size, num_decoding=8, usual=1.0)
 
     for low, high, bucket in ((1, 16, 16), (17, 32, 32), (33, 64, 64)):
         assert price((low - 1 + high) / 2) == times.prices[kind][bucket][1]
@@ -522,6 +545,14 @@ def test_steps_of_a_mean_size_cost_the_mean_of_their_buckets() -> None:
     sizes = [2.0 + 0.1 * i for i in range(700)]
     pairs = itertools.pairwise(map(price, sizes))
     assert all(left <= right < left + 0.01 for left, right in pairs), "no jump for a row"
+
+
+def test_full_steps_cost_their_bucket() -> None:
+    """All have 40 rows, in a bucket of 64: no mean of smaller and larger ones."""
+    recent = priced(max_rows=40)
+    recent.times.prices[StepKind(1, True)] = {32: {1: 1.0}, 64: {1: 2.0}}
+    recent.add_step(24, num_decoding=8, num_passes=1, num_tokens=8)
+    assert recent.rate(1, 8, rows_a_token=24 / (8 * 1.6)) == pytest.approx(8 * 1.6 / 2.0)
 
 
 def test_steps_with_prompts_are_like_the_latest() -> None:
@@ -615,7 +646,7 @@ def test_the_prompts_that_wait_are_in_sight() -> None:
 
 def test_recent_steps_and_texts_are_counted() -> None:
     recent = RecentRounds(
-        DraftPlan(POLICIES["training"], K, 1), half_life_steps=1.0, lasting_half_life_steps=2.0
+        DraftPlan(POLICIES["training"], K, 1), half_life_steps=1.0, half_life_texts=2.0
     )
     recent.add_rounds(3, num_drafted=3, num_accepted=1)
     for num_prompt_rows in (10, 0, 20):
@@ -624,7 +655,7 @@ def test_recent_steps_and_texts_are_counted() -> None:
     assert recent.num_seen == 3
     assert recent.mixed == {False: MixedSteps(1.5, 6.0, 25.0)}, "none of them was full"
     root = 2.0**-0.5
-    assert recent.num_texts == pytest.approx(root + root**2 + root**3)
+    assert recent.num_texts == pytest.approx(1 + root + root**2)
     assert recent.output_tokens == pytest.approx(6 * (1 + root + root**2))
     assert recent.lasting_counts.reached == pytest.approx([3 * root**3, 3 * root**3, 0])
     assert recent.counts.reached == [3, 3, 0], "no decode step has ended"
@@ -643,7 +674,7 @@ def test_a_decoder_counts_its_steps_and_texts(models) -> None:
         return steps[-1]
 
     decoder.scheduler.schedule = noted
-    decoder.recent.lasting_half_life_steps = math.inf
+    decoder.recent.half_life_texts = math.inf
     prompts = [[8], [11, 12], list(range(2, 40)), *PROMPTS]
     run(decoder, prompts, sampling=SamplingParams(max_new_tokens=12))
     recent, expected = decoder.recent, {}
@@ -661,6 +692,14 @@ def test_a_decoder_counts_its_steps_and_texts(models) -> None:
     assert (recent.num_texts, recent.output_tokens) == (len(prompts), 12 * len(prompts))
     recent.forget_texts()
     decoder.abort(decoder.add_request(PROMPTS[0]))
+    assert recent.num_texts == 0, "it wrote nothing"
+    request = decoder.add_request(PROMPTS[0], sampling=SamplingParams(max_new_tokens=12))
+    while request.num_tokens == len(PROMPTS[0]):
+        decoder.step()
+    decoder.abort(request)
+    assert recent.num_texts == 1
+    assert recent.output_tokens == request.num_tokens - len(PROMPTS[0]) < 12
+    recent.forget_texts()
     run(decoder, sampling=SamplingParams(max_new_tokens=0))
     assert recent.num_texts == 0, "nothing was written"
 
@@ -688,6 +727,42 @@ def test_prompts_may_take_the_rows_of_drafts_that_are_not_made(models) -> None:
     decoder.scheduler.schedule = noted
     run(decoder, sampling=SamplingParams(max_new_tokens=16))
     assert counts == {(K, K + 1), (1, 2)}
+
+
+def test_the_host_and_steps_are_timed_with_their_requests(models, monkeypatch) -> None:
+    """Of the step that a call started, and of the one that it ended."""
+    decoder, _ = build(*models, FixedLength(), "training", max_num_batched_tokens=12)
+    decoder.warm_up(SamplingParams(max_new_tokens=12))
+    seen: list[tuple[Launched | None, Launched | None]] = []
+    calls: list[tuple[int, bool]] = []
+    steps: list[tuple[int, int]] = []
+    end_step = decoder._ledger._end_step
+
+    def noted(committed: Launched | None, started: Launched | None, *, seconds: float) -> None:
+        seen.append((committed, started))
+        end_step(committed, started, seconds=seconds)
+
+    def called(seconds: float, *, has_prompts: bool, batch_size: int) -> None:
+        calls.append((batch_size, has_prompts))
+
+    def timed(kind: StepKind, num_drafts: int, *, size: int, batch_size: int, seconds: float):
+        if kind.has_prompts:
+            steps.append((size, batch_size))
+
+    monkeypatch.setattr(decoder._ledger, "_end_step", noted)
+    monkeypatch.setattr(decoder.recent, "add_call", called)
+    monkeypatch.setattr(decoder.recent.times, "note", timed)
+    prompts = [list(range(2, 60)), *PROMPTS, *PROMPTS]
+    run(decoder, prompts, sampling=SamplingParams(max_new_tokens=12))
+    both = [(one, two) for one, two in seen if one is not None and two is not None]
+    assert calls == [(len(two.entries), two.num_prompt_rows > 0) for _, two in both]
+    assert any(len(one.entries) != len(two.entries) for one, two in both)
+    assert steps == [
+        (sum(entry.num_scheduled_tokens for entry in one.entries), len(one.entries))
+        for one, two in both
+        if one.num_prompt_rows and one.kind == two.kind
+    ]
+    assert steps
 
 
 def test_times_of_steps_around_a_change_say_nothing(models) -> None:

@@ -131,13 +131,14 @@ class RoundCounts:
 class RecentRounds:
     """Fading counters of verify rounds, and the times of recent steps.
 
-    Two memories: drafts of a step are chosen by the rounds just before it, passes that are left out
-    for as long as a queue lasts by those of a long time: prompts often come in order of their kind.
+    There are two memories. Drafts of a step are chosen by the rounds just before it. Passes are
+    left out for as long as a queue lasts, and prompts often come in order of their kind: that
+    follows what many texts were like.
     """
 
     plan: "DraftPlan"  # whose drafts are counted
     half_life_steps: float = 32.0  # decode steps after which a round counts half, > 0
-    lasting_half_life_steps: float = 512.0  # the same in the long memory, in steps of any kind
+    half_life_texts: float = 256.0  # texts that end after which it counts half in the long memory
     max_rows: int = 1 << 30  # of a step
     num_steps: int = 0  # decode steps seen
     counts: RoundCounts = field(init=False)
@@ -149,8 +150,8 @@ class RecentRounds:
     num_seen: int = 0  # steps of any kind
     # recent steps with prompt rows: those that had every row that a step may have, and others
     mixed: "dict[bool, MixedSteps]" = field(default_factory=dict)
-    # long memory of requests that ended, and of tokens that were written: in the long run the mean
-    # length of outputs, and more than it while few have ended yet, of which the first are short
+    # long memory of texts that ended, and of tokens that were written to any. `output_tokens /
+    # num_texts` is the mean length in the long run, and more while few have ended: these are short
     num_texts: float = field(init=False)
     output_tokens: float = field(init=False)
     last_num_drafts: int | None = None  # of the last step that the host knows
@@ -158,7 +159,7 @@ class RecentRounds:
     # requests that began since any last waited behind them, and the tokens of their texts then
     num_unqueued: int = 0
     unqueued_tokens: int = 0
-    most_running: float = 1.0  # requests at a time; falls while others wait and fewer run
+    most_running: float = 1.0  # requests at a time, of late; only where passes are chosen
 
     def __post_init__(self) -> None:
         self.num_passes = self.plan.num_speculative_tokens
@@ -180,11 +181,7 @@ class RecentRounds:
     ) -> None:
         """Count a step: prompt rows, requests that decode, passes, and tokens of output."""
         self.num_seen += 1
-        fading = _fading(self.lasting_half_life_steps)
-        self.num_texts *= fading
-        self.output_tokens = fading * self.output_tokens + num_tokens
-        # Of passes that do not run nothing new is learnt: what was known of their drafts stays.
-        self.lasting_counts.fade(fading, num_drafts=self.num_passes)
+        self.output_tokens += num_tokens
         if num_prompt_rows:
             num_rows = num_prompt_rows + num_decoding * (num_passes + 1)
             for kind in self.mixed.values():
@@ -201,11 +198,18 @@ class RecentRounds:
             self.unqueued_tokens += sum(num_tokens)
 
     def add_text(self) -> None:
-        """Count a request that ended."""
-        self.num_texts += 1.0
+        """Count a text that ended, whatever ended it."""
+        fading = _fading(self.half_life_texts)
+        self.num_texts = fading * self.num_texts + 1.0
+        self.output_tokens *= fading
+        # Of passes that do not run nothing new is learnt: what was known of their drafts stays.
+        self.lasting_counts.fade(fading, num_drafts=self.num_passes)
 
     def add_call(self, seconds: float, *, has_prompts: bool, batch_size: int) -> None:
-        """Keep what the host did in a call that started a step of half of the most or more."""
+        """Keep what the host did in a call that started a step of half of `most_running` or more.
+
+        At the end of a batch, when few run, it would say little of the next one.
+        """
         if 2 * batch_size >= self.most_running:
             self.times.note_host(seconds, has_prompts=has_prompts, batch_size=batch_size)
 
@@ -234,7 +238,7 @@ class RecentRounds:
         A number that was not timed lately counts as its price says: if that looks good it is tried,
         and what is tried is timed.
         """
-        return self.times.costs(self._kind(False), size=batch_size)
+        return self.times.costs(self._kind(False), batch_size=batch_size)
 
     def rate(self, num_passes: int, batch_size: int, *, rows_a_token: float = 0.0) -> float:
         """Expected tokens a second of steps of `num_passes` passes, with the best n for them.
@@ -256,8 +260,10 @@ class RecentRounds:
             seconds, num_decoding = (1.0 - share) * costs[n], (1.0 - share) * batch_size
             for step in steps:
                 size = step.num_decoding * (n + 1) + step.num_prompt_rows
+                if size >= self.max_rows:  # as any: no mean of smaller and larger ones
+                    size = max(size, *times.prices[mixed])
                 priced = times.priced_beside_prompts(
-                    mixed, n, mean_size=size, batch_size=batch_size, usual=usual[1]
+                    mixed, n, mean_size=size, num_decoding=step.num_decoding, usual=usual[1]
                 )
                 seconds += share * step.weight * priced
                 num_decoding += share * step.weight * step.num_decoding
@@ -378,12 +384,12 @@ class StepTimes:
         times = self.host_seconds.setdefault(has_prompts, LatestTimes())
         times.add(seconds / (_HOST_REQUESTS + batch_size))
 
-    def costs(self, kind: StepKind, *, size: int) -> dict[int, float]:
-        """Expected seconds by number of drafts; the price where none ran lately."""
-        least = self._least(kind, size)
+    def costs(self, kind: StepKind, *, batch_size: int) -> dict[int, float]:
+        """Expected seconds by number of drafts without prompts; the price where none ran lately."""
+        least = self._least(kind, batch_size)
         return {
             n: max(price * self._overrun((kind, n)), least)
-            for n, price in self._prices(kind, size).items()
+            for n, price in self._prices(kind, batch_size).items()
         }
 
     def priced(self, kind: StepKind, *, batch_size: int, usual: float) -> dict[int, float]:
@@ -392,7 +398,13 @@ class StepTimes:
         return {n: max(price * usual, least) for n, price in prices.items()}
 
     def priced_beside_prompts(
-        self, kind: StepKind, num_drafts: int, *, mean_size: float, batch_size: int, usual: float
+        self,
+        kind: StepKind,
+        num_drafts: int,
+        *,
+        mean_size: float,
+        num_decoding: float,
+        usual: float,
     ) -> float:
         """Mean seconds of steps with prompt rows, which have `mean_size` rows on the average.
 
@@ -405,14 +417,14 @@ class StepTimes:
         middles = [(low + high) / 2 for low, high in itertools.pairwise([0, *sizes])]
         price = np.interp(mean_size, middles, [prices[size][num_drafts] for size in sizes])
         price *= max(mean_size / sizes[-1], 1.0)
-        return max(float(price) * usual, self._least(kind, batch_size))
+        return max(float(price) * usual, self._least(kind, num_decoding + 1))  # one reads
 
     def usual(self, kind: StepKind) -> float:
-        """What the latest steps of a kind took in units of their price; 1 if none did."""
+        """What the latest steps of a kind took in units as `overruns` has them; 1 if none did."""
         keys = [key for key in self.last_noted if key[0] == kind]
         return self._overrun(max(keys, key=self.last_noted.__getitem__)) if keys else 1.0
 
-    def _least(self, kind: StepKind, batch_size: int) -> float:
+    def _least(self, kind: StepKind, batch_size: float) -> float:
         """What the host does in a step; where too few were seen, in one with prompts or without."""
         for has_prompts in (kind.has_prompts, not kind.has_prompts):
             times = self.host_seconds.get(has_prompts)
@@ -441,7 +453,7 @@ NOT_DRAFTED = -2  # any id outside the vocabulary is rejected; this one was not 
 _PROBE_STEPS = 6  # steps in a row with the same number of drafts while costs are measured
 _NUM_PROBES = 4  # runs of them: K, 0, K, 0
 _LEAST_GAIN = 1.02  # for which the number of drafts changes, or more passes run again
-_LAST_GAIN = 1.06  # for which the first pass is left out too
+_NO_PASS_GAIN = 1.06  # for which all passes are left out
 _CHECK_EVERY = 16  # steps, for passes that do not pay
 _FADING_BATCH = 0.95  # a check, of the most requests that ran: a batch fills up within a few
 _LEAST_TEXTS = 7.0  # that ended, fading, before passes are left out: eight of late
@@ -610,14 +622,15 @@ class ExpectedGainLength:
             is_admitting: whether a text begins in this step.
             recent: what was accepted, how long steps take, and who began without a queue.
         """
-        recent.most_running = max(batch_size, recent.most_running)
+        is_check = recent.num_seen % _CHECK_EVERY == 0
+        kept = _FADING_BATCH if is_check else 1.0
+        recent.most_running = max(batch_size, kept * recent.most_running)
         if recent.num_texts < _LEAST_TEXTS:
             return recent.num_passes
         is_less = recent.num_passes < recent.plan.num_speculative_tokens
         if is_less and is_admitting and 2 * recent.num_unqueued >= batch_size:
             return _more_passes(batch_size, recent)
-        if recent.num_seen % _CHECK_EVERY == 0 and (prompts := list(waiting)):
-            recent.most_running = max(batch_size, _FADING_BATCH * recent.most_running)
+        if is_check and (prompts := list(waiting)):
             return _fewer_passes(batch_size, prompts, recent)
         return recent.num_passes
 
@@ -632,8 +645,8 @@ def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds)
     Those left out are so for the requests that run now and for those that follow them; once nobody
     waits the batch shrinks, where more drafts pay. So fewer passes must take less time for all that
     is in sight, the prompts and outputs of those that wait included: half of what a batch writes in
-    one half as large, all else in a batch as large as was seen, which may be filling up. The first
-    pass is left out for 6 % alone: then nothing tells any more what drafts are worth.
+    one half as large, all else in a batch as large as was seen, which may be filling up. All
+    passes are left out for 6 % alone: then nothing tells any more what drafts are worth.
     """
     now = recent.num_passes
     fewer = {kind.num_passes for kind in recent.times.prices if kind.num_passes < now}
@@ -649,7 +662,7 @@ def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds)
         full = recent.rate(m, batch_size, rows_a_token=rows_a_token)
         return tokens[0] / full + tokens[1] / recent.rate(m, half)
 
-    taken = {m: seconds(m) * (1.0 if m else _LAST_GAIN) for m in fewer}
+    taken = {m: seconds(m) * (1.0 if m else _NO_PASS_GAIN) for m in fewer}
     best = min(fewer, key=lambda m: (taken[m], -m))
     return best if taken[best] < seconds(now) else now
 
