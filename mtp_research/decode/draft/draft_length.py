@@ -635,8 +635,8 @@ class ExpectedGainLength:
         return recent.num_passes
 
 
-def _fading(half_life_steps: float) -> float:
-    return 0.5 ** (1.0 / half_life_steps)
+def _fading(half_life: float) -> float:
+    return 0.5 ** (1.0 / half_life)
 
 
 def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds) -> int:
