@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mtp_research.__main__ import COMMANDS
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.policy import simulate
@@ -21,8 +22,8 @@ PAGES = sorted(
 )
 SCHEMAS = {"train.py": TrainConfig, "eval.py": EvalConfig}
 PRINTERS: dict[str, Callable[[Sequence[str] | None], int]] = {
-    "mtp_research.policy": simulate.trace_main,
-    "mtp_research.policy.simulate": simulate.main,
+    "trace": simulate.trace_main,
+    "audit": simulate.main,
 }
 # A word that stands for another, or a flag that is Hydra's business.
 PLACEHOLDER = re.compile(r"\.\.\.|[$<>*]|=[A-Z]|\bx,y\b| -")
@@ -50,12 +51,10 @@ def commands(entry: str) -> list[str]:
 
 
 def printed_blocks() -> Iterator[tuple[str, str]]:
-    """Command and output of every `console` block that begins with `$ python -m`."""
+    """Command and output of every `console` block that begins with `$ mtp`."""
     for page in PAGES:
         text = page.read_text(encoding="utf8")
-        for block in re.findall(
-            r"^```console\n\$ python -m (.*?)^```", text, re.DOTALL | re.MULTILINE
-        ):
+        for block in re.findall(r"^```console\n\$ mtp (.*?)^```", text, re.DOTALL | re.MULTILINE):
             command, _, output = block.partition("\n")
             yield command, output
 
@@ -64,8 +63,8 @@ def printed_blocks() -> Iterator[tuple[str, str]]:
 def test_shown_output_is_what_the_command_prints(
     command: str, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module, *words = shlex.split(command)
-    PRINTERS[module](words)
+    name, *words = shlex.split(command)
+    PRINTERS[name](words)
     assert capsys.readouterr().out == output
 
 
@@ -78,10 +77,12 @@ def test_shown_commands_compose(entry: str, monkeypatch: pytest.MonkeyPatch) -> 
         compose_config(SCHEMAS[entry], shlex.split(line)[1:])
 
 
-def test_named_modules_scripts_and_pages_exist() -> None:
+def test_named_commands_modules_scripts_and_pages_exist() -> None:
     missing = []
     for page in PAGES:
         for line in code_lines(page):
+            for command in re.findall(r"^mtp ([a-z]+)", line):
+                missing += [] if command in COMMANDS else [(page.name, command)]
             for module in re.findall(r"python -m (mtp_research[\w.]*|examples[\w.]*)", line):
                 missing += [] if importlib.util.find_spec(module) else [(page.name, module)]
             for script in re.findall(r"python ((?:tools|examples)/\w+\.py)", line):

@@ -35,7 +35,7 @@ def test_every_stage_is_a_command_that_composes(
     for executable, entry, *words in commands:
         assert executable == sys.executable
         if entry == "-m":
-            assert words[0] == "mtp_research.studies.regenerate"
+            assert words[:2] == ["mtp_research", "regenerate"]
         else:
             compose_config(TrainConfig if entry.endswith("train.py") else EvalConfig, words)
 

@@ -93,7 +93,7 @@ def stages_of(options: argparse.Namespace) -> list[Stage]:
     words += [f"model.pretrain.corpus_dir={options.corpus}"] if options.corpus else []
     stages = [Stage("target", [*words, *tiny("target")], target / "config.json")]
 
-    words = ["-m", "mtp_research.studies.regenerate", "--temperature", "0"]
+    words = ["-m", "mtp_research", "regenerate", "--temperature", "0"]
     words += ["--target", str(target), "--output", str(answers)]
     words += ["--self-chat", "700", "--self-text", "700", "--max-prompts", "300"]
     for name in QUESTIONS if options.corpus else ():

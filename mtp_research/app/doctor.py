@@ -1,4 +1,4 @@
-"""`python -m mtp_research doctor`: is this machine fit? One line a check, one JSON line, exit code.
+"""`mtp doctor`: is this machine fit? One line a check, one JSON line, exit code.
 
 A check is `ok`, `note` (works, with a limit to know) or `fail` (what the project needs is broken).
 """

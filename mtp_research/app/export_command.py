@@ -1,8 +1,8 @@
-"""`python -m mtp_research export`: heads in published names, and what an engine makes of them.
+"""`mtp export`: heads in published names, and what an engine makes of them.
 
-    python -m mtp_research export --model FOLDER --head RUN/head --out NEW_FOLDER
-    python -m mtp_research export ... --for vllm [--prompts FILE] [--k 3] [--max-prompts 32]
-    python -m mtp_research export ... --alone
+    mtp export --model FOLDER --head RUN/head --out NEW_FOLDER
+    mtp export ... --for vllm [--prompts FILE] [--k 3] [--max-prompts 32]
+    mtp export ... --alone
 
 `--for` names the engine that is to load the checkpoint. A table says which conventions it runs the
 head with, and what each one costs: measured by our loop on the head itself, before it is written.

@@ -1,4 +1,4 @@
-"""Write trained heads in the published names of their family: `python -m mtp_research export`.
+"""Write trained heads in the published names of their family: `mtp export`.
 
 `stitch_heads` writes a whole checkpoint: links to the target's files and one new shard.
 `export_heads` writes the modules alone.

@@ -254,7 +254,3 @@ def _table(outcome: Simulation) -> list[str]:
 
 def _take(symbols: "itertools.count[int]", count: int) -> list[int]:
     return list(itertools.islice(symbols, count))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """A page, tables and charts from the results of some evaluations, studies and training runs.
 
-    python -m mtp_research report results.json [more ...] [--out folder]
+    mtp report results.json [more ...] [--out folder]
 
 Takes results of `eval.py`, the `matrix.json` of `train.py experiment=policy_matrix`, the
 `fault_price.json` of `eval.py experiment=fault_price` and the `metrics.jsonl` of `train.py`; a
@@ -106,7 +106,3 @@ def _require_outputs(sections: "Sequence[Section]", page: Path) -> None:
             f"expected finished generations, got none for {', '.join(empty)}; their figures are "
             f"undefined, evaluate again. Report: {page}"
         )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,7 +1,7 @@
 """What the slots that unclean policies leave behind cost: each against its own clean form.
 
     python eval.py experiment=fault_price             K = 3 and 5, three shipped heads
-    python -m mtp_research tables fault results/fault_price      the table again, from JSON
+    mtp tables fault results/fault_price      the table again, from JSON
 
 An unclean policy loses acceptance for two reasons: it feeds the modules other vectors than they
 were trained on, and it leaves stale, mixed or missing slots behind. Only the second is a fault. So

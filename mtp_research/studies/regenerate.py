@@ -480,7 +480,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout-s", type=float, default=600.0, help="seconds that an answer may take")
     add("--api-key-variable", metavar="NAME", help="environment variable that holds its key")
     return parser
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,7 +1,7 @@
 """Tables, warnings and stored figures of both studies, computed from the counters of their files.
 
-    python -m mtp_research tables seeds runs/matrix             `matrix.json`
-    python -m mtp_research tables fault results/fault_price     `fault_price.json`
+    mtp tables seeds runs/matrix             `matrix.json`
+    mtp tables fault results/fault_price     `fault_price.json`
 
 Figures are stored beside the counters and held against them when they are read. Prices:
 

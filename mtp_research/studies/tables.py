@@ -1,10 +1,10 @@
 """Tables of stored results: one command with a subcommand for each.
 
-    python -m mtp_research tables compare ours/results.json theirs/results.json
-    python -m mtp_research tables context results/context
-    python -m mtp_research tables policy results/k3 results/k5
-    python -m mtp_research tables fault results/fault_price
-    python -m mtp_research tables seeds runs/matrix
+    mtp tables compare ours/results.json theirs/results.json
+    mtp tables context results/context
+    mtp tables policy results/k3 results/k5
+    mtp tables fault results/fault_price
+    mtp tables seeds runs/matrix
 
 `compare` prints paired differences ours - theirs; results that measure different things are refused
 with every prompt whose hash differs. `context` prints acceptance and speed by context length: every
@@ -79,7 +79,7 @@ _POLICY_HEADER = ("head", "N", "K", "policy", "module rows per step", *(f"{x} %"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m mtp_research tables`; returns the exit code."""
+    """Entry of `mtp tables`; returns the exit code."""
     parser = OptionParser(prog="mtp tables", description="Print a table of stored results.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (number_of_paths, _) in _COMMANDS.items():
@@ -410,7 +410,3 @@ def _fault_percentages(audit: Mapping[str, int] | None) -> tuple[str, ...]:
     if audit is None or not audit.get("slots"):
         return (UNDEFINED,) * len(_FAULTS)
     return tuple(f"{100 * audit[fault] / audit['slots']:.2f}" for fault in _FAULTS)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -279,7 +279,7 @@ def test_main_bad_argument_exits_with_two(
 
 
 def test_simulation_runs_as_a_command() -> None:
-    command = [sys.executable, "-m", "mtp_research.policy.simulate", "--rounds", "20"]
+    command = [sys.executable, "-m", "mtp_research", "audit", "--rounds", "20"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].split() == ["M3", "0.00", "0.00", "0.00"]
     assert done.stderr == ""

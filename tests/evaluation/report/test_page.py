@@ -1,4 +1,4 @@
-"""`python -m mtp_research report`: the page, its tables and charts, and what it refuses."""
+"""`mtp report`: the page, its tables and charts, and what it refuses."""
 
 import dataclasses
 import json
