@@ -95,5 +95,5 @@ def test_seconds_of_a_draft_length_are_those_of_calls_that_saw_no_other_work(
         decoder.add_request(PROMPT, sampling=SamplingParams(max_new_tokens=9 + arrival))
     while decoder.scheduler.has_work:
         decoder.step()
-    seconds = {n: set(times) for n, times in decoder.recent.step_seconds.items()}
+    seconds = {n: set(times.numbers) for n, times in decoder.recent.step_seconds.items()}
     assert seconds == {0: {1.0}, 2: {3.0}}

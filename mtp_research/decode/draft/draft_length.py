@@ -54,8 +54,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-import numpy as np
-
 from mtp_research.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -412,6 +410,8 @@ class StepTimes:
         bucket holds costs its price, and others lie between: the price of the mean itself may be a
         fifth more for one row more. What exceeds the largest bucket costs in proportion.
         """
+        import numpy as np  # settings, and so --help, do without
+
         prices = self.prices[kind]
         sizes = sorted(prices)
         middles = [(low + high) / 2 for low, high in itertools.pairwise([0, *sizes])]
