@@ -57,9 +57,9 @@ def write_tensors(tensors: "Mapping[str, Tensor]", path: Path) -> None:
 
 
 def open_to_others(*paths: Path) -> None:
-    """Let others read files as the user's mask says: since 0.8 safetensors lets their owner alone.
+    """Let others read files as the user's mask says.
 
-    So it does where transformers saves a model.
+    Since 0.8 safetensors writes files that their owner alone may read, below transformers as well.
     """
     mask = os.umask(0)  # it cannot be asked for without being set
     os.umask(mask)

@@ -258,7 +258,7 @@ class RecentRounds:
             seconds, num_decoding = (1.0 - share) * costs[n], (1.0 - share) * batch_size
             for step in steps:
                 size = step.num_decoding * (n + 1) + step.num_prompt_rows
-                if size >= self.max_rows:  # as any: no mean of smaller and larger ones
+                if size >= self.max_rows:  # all of them are full, in the largest bucket
                     size = max(size, *times.prices[mixed])
                 priced = times.priced_beside_prompts(
                     mixed, n, mean_size=size, num_decoding=step.num_decoding, usual=usual[1]
@@ -417,7 +417,7 @@ class StepTimes:
         middles = [(low + high) / 2 for low, high in itertools.pairwise([0, *sizes])]
         price = np.interp(mean_size, middles, [prices[size][num_drafts] for size in sizes])
         price *= max(mean_size / sizes[-1], 1.0)
-        return max(float(price) * usual, self._least(kind, num_decoding + 1))  # one reads
+        return max(float(price) * usual, self._least(kind, num_decoding + 1))  # one more reads
 
     def usual(self, kind: StepKind) -> float:
         """What the latest steps of a kind took in units as `overruns` has them; 1 if none did."""
