@@ -601,8 +601,9 @@ class SpecDecoder:
         entries = schedule.entries
         requests = [entry.request for entry in entries]
         self._settle_passes(schedule)
-        limit = self.spec.draft_length.num_drafts(batch_size=len(requests), recent=self.recent)
-        limit = min(limit, self.recent.num_passes)
+        rule, recent = self.spec.draft_length, self.recent
+        recent.num_drafts = rule.num_drafts(batch_size=len(requests), recent=recent)
+        limit = min(recent.num_drafts, recent.num_passes)
         params, shape = self._sampling.tensors(requests), None
         rows = self._verifying(entries, limit)
         if self.target.exchange is not None:
@@ -623,14 +624,16 @@ class SpecDecoder:
         num_tokens = [request.num_tokens for request in admitted]
         recent.add_admissions(num_tokens, is_queue=self.num_waiting > 0)
         if len(admitted) == len(running):  # nobody lacks draft KV
-            recent.num_passes = self.num_speculative_tokens
+            recent.run_passes(self.num_speculative_tokens)
         if isinstance(rule, ExpectedGainLength):
-            recent.num_passes = rule.num_passes(
+            chosen = rule.num_passes(
                 batch_size=len(running),
                 waiting=(request.num_tokens for request in self.scheduler.waiting),
                 is_admitting=bool(admitted),
                 recent=recent,
             )
+            if chosen != recent.num_passes:
+                recent.run_passes(chosen)
         for request in admitted:
             request.num_full_passes = recent.num_passes
         if recent.num_passes < before:

@@ -18,6 +18,7 @@ from mtp_research.decode.draft.draft_length import (
     DraftLength,
     ExpectedGainLength,
     FixedLength,
+    LatestTimes,
     MixedSteps,
     RecentRounds,
     RoundCounts,
@@ -148,7 +149,9 @@ def test_all_passes_run_again_once_no_request_lacks_draft_kv(models) -> None:
     decoder, made = build(*models, Falling(told=((0, K), (3, 1))), "training")
     decoder.add_request(PROMPTS[0], sampling=sampling, request_id="0")
     while decoder.recent.num_passes == K:
+        num_seen = decoder.recent.num_seen
         decoder.step()
+    assert decoder.recent.passes_began_at == num_seen > 0
     rule = Falling(told=((0, K),))  # nothing more is left out from now on
     decoder.spec = SpecSettings(num_speculative_tokens=K, draft_length=rule)
     decoder.add_request(PROMPTS[2], sampling=sampling, request_id="2")
@@ -156,8 +159,10 @@ def test_all_passes_run_again_once_no_request_lacks_draft_kv(models) -> None:
         decoder.step()
         assert decoder.recent.num_passes == 1
     made.clear()
+    num_seen = decoder.recent.num_seen
     run(decoder, sampling=sampling)
-    assert decoder.recent.num_passes == K
+    assert decoder.recent.num_passes == decoder.recent.num_drafts == K
+    assert decoder.recent.passes_began_at == num_seen
     plain, drafts = build(*models, FixedLength(), "training")
     run(plain, sampling=sampling)
     assert shared(made, drafts) > 40
@@ -348,6 +353,37 @@ def test_passes_run_again_once_half_of_the_batch_began_without_a_queue() -> None
     recent = priced(num_passes=0)
     recent.times.prices[StepKind(0, False)] = {8: {0: 0.4}}
     assert said(recent, 4) == [1], "of more the best"
+
+
+def test_drafts_and_passes_are_chosen_in_every_sixteenth_step_alone() -> None:
+    """The host has no time for more; passes that have run for 128 steps are looked at less often."""
+    recent, asked = priced(), set()
+    recent.times.prices[ALL] = {8: {n: 1.0 + n for n in range(4)}}
+
+    def noted(*_: object, **__: object) -> float:
+        asked.add(recent.num_seen)
+        return 1.0
+
+    recent.rate, rule, drafts = noted, ExpectedGainLength(), []
+    for recent.num_seen in range(1009, 1400):
+        if recent.num_seen == 1012:
+            recent.run_passes(K)
+        passes(recent)
+        drafts.append(rule.num_drafts(batch_size=8, recent=recent))
+    assert sorted(asked) == [*range(1012, 1141, 16), 1204, 1268, 1332, 1396]
+    found = {number: n for number, n in enumerate(drafts, 1009) if n != K}
+    assert found == dict.fromkeys(range(1024, 1400, 16), 0), "none pays; others stay as chosen"
+    recent.run_passes(1)
+    assert rule.num_drafts(batch_size=8, recent=recent) == 1, "at once"
+
+
+def test_a_median_is_found_anew_for_every_fourth_number() -> None:
+    times, found = LatestTimes(), []
+    for number in (1.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0, *[5.0] * 16):
+        times.add(number)
+        found.append(times.median())
+    assert found[:9] == [None, None, None, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
+    assert found[-1] == 5.0, "the latest sixteen"
 
 
 def test_what_is_known_of_drafts_stays_while_their_passes_are_left_out() -> None:

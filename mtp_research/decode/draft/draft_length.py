@@ -73,20 +73,24 @@ _HOST_REQUESTS = 64  # whose work on the host is as much as what a call does bes
 
 @dataclass
 class LatestTimes:
-    """Median of the latest numbers of seconds, or of ratios of them."""
+    """Median of the latest numbers of seconds, or of ratios of them.
+
+    It is asked for in every step, and found anew for every fourth number.
+    """
 
     numbers: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMES))
-    _median: float | None = None  # asked for more often than there are new numbers
+    _num_new: int = 0  # numbers since it was found
+    _median: float | None = None
 
     def add(self, number: float) -> None:
         """Count one more."""
         self.numbers.append(number)
-        self._median = None
+        self._num_new += 1
 
     def median(self) -> float | None:
         """None before there are enough of them."""
-        if self._median is None and len(self.numbers) >= _MIN_TIMES:
-            self._median = statistics.median(self.numbers)
+        if self._num_new >= _MIN_TIMES:
+            self._num_new, self._median = 0, statistics.median(self.numbers)
         return self._median
 
 
@@ -153,14 +157,16 @@ class RecentRounds:
     num_texts: float = field(init=False)
     output_tokens: float = field(init=False)
     last_num_drafts: int | None = None  # of the last step that the host knows
+    num_drafts: int = field(init=False)  # n, drafts that a rule chose last
     num_passes: int = field(init=False)  # m, passes that steps run now
+    passes_began_at: int = 0  # step of any kind from which on they run, or run for new texts alone
     # requests that began since any last waited behind them, and the tokens of their texts then
     num_unqueued: int = 0
     unqueued_tokens: int = 0
     most_running: float = 1.0  # requests at a time, of late; only where passes are chosen
 
     def __post_init__(self) -> None:
-        self.num_passes = self.plan.num_speculative_tokens
+        self.num_passes = self.num_drafts = self.plan.num_speculative_tokens
         self.forget_texts()
 
     def forget_texts(self) -> None:
@@ -168,6 +174,10 @@ class RecentRounds:
         self.counts = RoundCounts.none(self.plan.num_speculative_tokens)
         self.lasting_counts = RoundCounts.none(self.plan.num_speculative_tokens)
         self.num_texts = self.output_tokens = 0.0
+
+    def run_passes(self, num_passes: int) -> None:
+        """Steps run so many passes from now on."""
+        self.num_passes, self.passes_began_at = num_passes, self.num_seen
 
     def add_rounds(self, count: int, *, num_drafted: int, num_accepted: int) -> None:
         """Count `count` rounds that verified `num_drafted` drafts and accepted `num_accepted`."""
@@ -454,7 +464,8 @@ _PROBE_STEPS = 6  # steps in a row with the same number of drafts while costs ar
 _NUM_PROBES = 4  # runs of them: K, 0, K, 0
 _LEAST_GAIN = 1.02  # for which the number of drafts changes, or more passes run again
 _NO_PASS_GAIN = 1.06  # for which all passes are left out
-_CHECK_EVERY = 16  # steps, for passes that do not pay
+_CHOICE_EVERY = 16  # steps, of drafts and passes: the host has no time for one in every step
+_STEADY_STEPS = 128  # after which passes go on as they are, and are chosen a fourth as often
 _FADING_BATCH = 0.95  # a check, of the most requests that ran: a batch fills up within a few
 _LEAST_TEXTS = 7.0  # that ended, fading, before passes are left out: eight of late
 
@@ -562,7 +573,8 @@ class ExpectedGainLength:
 
     With a_i the chance of draft i given that it is reached, a step that makes n drafts gives
     `1 + a_1 + a_1 a_2 + ... + a_1..a_n` tokens and costs `1 + c n` steps that make none. The
-    chances come from `RecentRounds`: fading counts and a prior.
+    chances come from `RecentRounds`: fading counts and a prior. Where captured steps were timed n is
+    chosen every 16 steps, else in every one.
 
     Attributes:
         cost_ratio: c, price of one more draft (its pass or logits, and its verification row) in
@@ -587,15 +599,18 @@ class ExpectedGainLength:
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         """The best n, or K and none in turn while the price is measured."""
+        is_priced = bool(recent.times.prices) and self.cost_ratio is None
+        if is_priced and recent.num_passes < recent.plan.num_speculative_tokens:
+            return recent.num_passes
+        if is_priced and recent.num_seen % _CHOICE_EVERY:
+            return recent.num_drafts
         chances = recent.counts.conditional_acceptance()
         numbers = range(len(chances) + 1)
         if self.cost_ratio is not None:
             return best_num_drafts(chances, costs=[1.0 + self.cost_ratio * n for n in numbers])
-        if recent.num_passes < len(chances):
-            return recent.num_passes
         if costs := recent.costs(batch_size):
             ordered = [costs[n] for n in numbers]
-            return best_num_drafts(chances, costs=ordered, current=recent.last_num_drafts)
+            return best_num_drafts(chances, costs=ordered, current=recent.num_drafts)
         run = recent.num_steps // _PROBE_STEPS
         measured = recent.cost_ratio()
         if run < _NUM_PROBES or measured is None:
@@ -612,9 +627,10 @@ class ExpectedGainLength:
     ) -> int:
         """m, passes of a round that run from now on.
 
-        Fewer where that pays while texts wait (`_fewer_passes`); more again where that pays once
-        half of the batch began without a queue (`_more_passes`). Nothing changes before eight texts
-        have ended, whose outputs say how long others will be.
+        Fewer where that pays while texts wait (`_fewer_passes`), which is looked at every 16 steps,
+        or every 64 once they have gone on for 128; more again where that pays once half of the
+        batch began without a queue (`_more_passes`). Nothing changes before eight texts have ended,
+        whose outputs say how long others will be.
 
         Args:
             batch_size: requests that run.
@@ -622,15 +638,16 @@ class ExpectedGainLength:
             is_admitting: whether a text begins in this step.
             recent: what was accepted, how long steps take, and who began without a queue.
         """
-        is_check = recent.num_seen % _CHECK_EVERY == 0
-        kept = _FADING_BATCH if is_check else 1.0
+        kept = _FADING_BATCH if recent.num_seen % _CHOICE_EVERY == 0 else 1.0
         recent.most_running = max(batch_size, kept * recent.most_running)
         if recent.num_texts < _LEAST_TEXTS:
             return recent.num_passes
         is_less = recent.num_passes < recent.plan.num_speculative_tokens
         if is_less and is_admitting and 2 * recent.num_unqueued >= batch_size:
             return _more_passes(batch_size, recent)
-        if is_check and (prompts := list(waiting)):
+        num_steps = recent.num_seen - recent.passes_began_at
+        every = _CHOICE_EVERY if num_steps <= _STEADY_STEPS else 4 * _CHOICE_EVERY
+        if num_steps % every == 0 and (prompts := list(waiting)):
             return _fewer_passes(batch_size, prompts, recent)
         return recent.num_passes
 
