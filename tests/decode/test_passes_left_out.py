@@ -356,7 +356,7 @@ def test_passes_run_again_once_half_of_the_batch_began_without_a_queue() -> None
 
 
 def test_drafts_and_passes_are_chosen_in_every_sixteenth_step_alone() -> None:
-    """The host has no time for more; passes that have run for 128 steps are looked at less often."""
+    """No time for more; after 128 steps of the same passes these are looked at less often."""
     recent, asked = priced(), set()
     recent.times.prices[ALL] = {8: {n: 1.0 + n for n in range(4)}}
 
@@ -632,13 +632,14 @@ def test_rows_of_fewer_drafts_are_fewer_beside_prompts() -> None:
     """Three passes of which one draft pays: 16 decoding rows and 16 others, not 48 in all."""
     recent = priced(max_rows=192)
     recent.lasting_counts.accepted = [6e8, 0, 0]
+    recent.times.prices[ALL] = {8: {n: 1.0 + 0.01 * n for n in range(4)}}
     recent.times.prices[StepKind(K, True)] = {
         64: dict.fromkeys(range(4), 1.0),
         192: dict.fromkeys(range(4), 5.0),
     }
     recent.add_step(16, num_decoding=8, num_passes=K, num_tokens=8)
     shared = 8 * 1.6 / 16
-    expected = 8 * 1.6 / ((1.0 - shared) * 1.0 + shared * 1.0)
+    expected = 8 * 1.6 / ((1.0 - shared) * 1.01 + shared * 1.0)
     assert recent.rate(K, 8, rows_a_token=1.0) == pytest.approx(expected, rel=1e-6)
 
 
@@ -656,7 +657,7 @@ def test_a_batch_that_fills_up_counts_as_large_as_one_was() -> None:
     assert said(4, 200) == K, "eight were never seen"
     assert said(8, 200) == said(4, 200) == 1
     asked = []
-    recent.rate = lambda m, size, rows_a_token=0.0: asked.append((m, size, rows_a_token)) or 1.0
+    recent.rate = lambda m, size, rows_a_token=0.0: asked.append((m, size, rows_a_token)) or 9.0 - m
     said(4, 2)
     assert {size for _, size, _ in asked} == {6, 3}, "no more than there are"
     # 300 tokens in a batch of half the size, and 300 others for the 600 rows that wait
@@ -678,6 +679,10 @@ def test_the_prompts_that_wait_are_in_sight() -> None:
     recent.rate = noted
     passes(recent, num_waiting=8)
     assert sorted(asked) == [(1, 4, 0.0), (1, 8, 2.0), (K, 4, 0.0), (K, 8, 2.0)]
+    asked.clear()
+    recent.times.prices[ONE][8] = {1: 1.0}
+    assert passes(recent, num_waiting=8) == K
+    assert sorted(asked) == [(1, 8, 2.0), (K, 8, 2.0)], "half a batch asks for no fewer"
 
 
 def test_recent_steps_and_texts_are_counted() -> None:

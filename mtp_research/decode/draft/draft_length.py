@@ -249,34 +249,32 @@ class RecentRounds:
         return self.times.costs(self._kind(False), batch_size=batch_size)
 
     def rate(self, num_passes: int, batch_size: int, *, rows_a_token: float = 0.0) -> float:
-        """Expected tokens a second of steps of `num_passes` passes, with the best n for them.
+        """Expected tokens a second of steps of `num_passes` passes.
 
-        `rows_a_token` prompt rows come with each token of output. All numbers of passes and drafts
+        They make the n that is best without prompts, and `rows_a_token` prompt rows come with each
+        token of output. All numbers of passes and drafts
         take as much more than their price as steps do now: what was seen of another is of other
         texts, or of none.
         """
         times, mixed = self.times, StepKind(num_passes, True)
         usual = times.usual(self._kind(False)), times.usual(self._kind(True))
         costs = times.priced(StepKind(num_passes, False), batch_size=batch_size, usual=usual[0])
+        expected = expected_tokens(self.lasting_counts.conditional_acceptance())
+        n = max(costs, key=lambda number: expected[number] / costs[number])
         if not times.prices.get(mixed):
             rows_a_token = 0.0
-        rates, acceptance = [], self.lasting_counts.conditional_acceptance()
-        for n, tokens in enumerate(expected_tokens(acceptance)):
-            if n not in costs:
-                continue
-            share, steps = self._with_prompts(batch_size, num_passes, rows_a_token * tokens)
-            seconds, num_decoding = (1.0 - share) * costs[n], (1.0 - share) * batch_size
-            for step in steps:
-                size = step.num_decoding * (n + 1) + step.num_prompt_rows
-                if size >= self.max_rows:  # all of them are full, in the largest bucket
-                    size = max(size, *times.prices[mixed])
-                priced = times.priced_beside_prompts(
-                    mixed, n, mean_size=size, num_decoding=step.num_decoding, usual=usual[1]
-                )
-                seconds += share * step.weight * priced
-                num_decoding += share * step.weight * step.num_decoding
-            rates.append(num_decoding * tokens / seconds)
-        return max(rates)
+        share, steps = self._with_prompts(batch_size, num_passes, rows_a_token * expected[n])
+        seconds, num_decoding = (1.0 - share) * costs[n], (1.0 - share) * batch_size
+        for step in steps:
+            size = step.num_decoding * (n + 1) + step.num_prompt_rows
+            if size >= self.max_rows:  # all of them are full, in the largest bucket
+                size = max(size, *times.prices[mixed])
+            priced = times.priced_beside_prompts(
+                mixed, n, mean_size=size, num_decoding=step.num_decoding, usual=usual[1]
+            )
+            seconds += share * step.weight * priced
+            num_decoding += share * step.weight * step.num_decoding
+        return num_decoding * expected[n] / seconds
 
     def _with_prompts(
         self, batch_size: int, num_passes: int, wanted: float
@@ -573,8 +571,8 @@ class ExpectedGainLength:
 
     With a_i the chance of draft i given that it is reached, a step that makes n drafts gives
     `1 + a_1 + a_1 a_2 + ... + a_1..a_n` tokens and costs `1 + c n` steps that make none. The
-    chances come from `RecentRounds`: fading counts and a prior. Where captured steps were timed n is
-    chosen every 16 steps, else in every one.
+    chances come from `RecentRounds`: fading counts and a prior. Where captured steps were timed, n
+    is chosen every 16 steps, else in every one.
 
     Attributes:
         cost_ratio: c, price of one more draft (its pass or logits, and its verification row) in
@@ -667,21 +665,19 @@ def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds)
     """
     now = recent.num_passes
     fewer = {kind.num_passes for kind in recent.times.prices if kind.num_passes < now}
-    if not fewer:
-        return now
     num_texts = batch_size + len(waiting)
     batch_size = min(num_texts, round(recent.most_running))
     length, half = recent.output_tokens / recent.num_texts, max(batch_size // 2, 1)
     tokens = (num_texts - batch_size / 2) * length, batch_size / 2 * length
     rows_a_token = sum(waiting) / tokens[0]
-
-    def seconds(m: int) -> float:
-        full = recent.rate(m, batch_size, rows_a_token=rows_a_token)
-        return tokens[0] / full + tokens[1] / recent.rate(m, half)
-
-    taken = {m: seconds(m) * (1.0 if m else _NO_PASS_GAIN) for m in fewer}
-    best = min(fewer, key=lambda m: (taken[m], -m))
-    return best if taken[best] < seconds(now) else now
+    rates = {m: recent.rate(m, batch_size, rows_a_token=rows_a_token) for m in (now, *fewer)}
+    if max(rates, key=rates.__getitem__) == now:  # and in a smaller batch all the more
+        return now
+    taken = {
+        m: (tokens[0] / rate + tokens[1] / recent.rate(m, half)) * (1.0 if m else _NO_PASS_GAIN)
+        for m, rate in rates.items()
+    }
+    return min(taken, key=lambda m: (taken[m], -m))
 
 
 def _more_passes(batch_size: int, recent: RecentRounds) -> int:
