@@ -600,7 +600,9 @@ class SpecDecoder:
         start_texts(schedule.admitted, slot_state=self.slot_state)
         entries = schedule.entries
         requests = [entry.request for entry in entries]
-        self._settle_passes(schedule)
+        is_new_batch = len(schedule.admitted) == len(self.scheduler.running)
+        self.recent.begin_step(is_new_batch=is_new_batch)
+        self._settle_passes(schedule, is_new_batch=is_new_batch)
         rule, recent = self.spec.draft_length, self.recent
         recent.num_drafts = rule.num_drafts(batch_size=len(requests), recent=recent)
         limit = min(recent.num_drafts, recent.num_passes)
@@ -615,7 +617,7 @@ class SpecDecoder:
             rows = self._verifying(entries, limit)
         return _Begun(schedule._replace(entries=rows), params, limit, shape)
 
-    def _settle_passes(self, schedule: Schedule) -> None:
+    def _settle_passes(self, schedule: Schedule, *, is_new_batch: bool) -> None:
         """How many passes of a round run from now on; see `ExpectedGainLength.num_passes`."""
         rule, recent, running = self.spec.draft_length, self.recent, self.scheduler.running
         if len(self._devices) == 1:
@@ -623,7 +625,7 @@ class SpecDecoder:
         before, admitted = recent.num_passes, schedule.admitted
         num_tokens = [request.num_tokens for request in admitted]
         recent.add_admissions(num_tokens, is_queue=self.num_waiting > 0)
-        if len(admitted) == len(running):  # nobody lacks draft KV
+        if is_new_batch and before < self.num_speculative_tokens:  # nobody lacks draft KV
             recent.run_passes(self.num_speculative_tokens)
         if isinstance(rule, ExpectedGainLength):
             chosen = rule.num_passes(

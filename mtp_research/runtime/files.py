@@ -29,6 +29,12 @@ def user_cache(name: str) -> Path:
     return Path(home) / "mtp_research" / name
 
 
+def require_file(path: Path, *, kind: str) -> None:
+    """Raise `ConfigError` where nothing is at the path of a file that a user named."""
+    if not path.exists():
+        raise ConfigError(f"there is no {kind} {path}; name one, or a folder that holds one.")
+
+
 def sha256_of(path: Path) -> str:
     """Hexadecimal sha256 of a file, read in pieces."""
     with path.open("rb") as file:

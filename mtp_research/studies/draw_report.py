@@ -20,7 +20,7 @@ from mtp_research.config.ranges import OptionParser
 from mtp_research.evaluation.report.stored import PACKED_FILE, RESULTS_FILE, read_runs
 from mtp_research.evaluation.stats.fault_study import STUDY_FILE
 from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE
-from mtp_research.runtime.errors import EnvironmentFault, IntegrityError
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import write_error
 from mtp_research.training.tracking import METRICS_FILE
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with WorkProgress("drawing", total=num_charts, unit="charts") as progress:
             page = write_report(folder, sections, on_chart=progress.advance)
         _require_outputs(sections, page)
-    except (IntegrityError, EnvironmentFault) as fault:
+    except (ConfigError, IntegrityError, EnvironmentFault) as fault:
         write_error(str(fault))
         return fault.exit_code
     sys.stdout.write(f"report: {page}\n")

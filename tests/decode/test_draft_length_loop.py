@@ -405,7 +405,7 @@ def test_captured_steps_are_timed_and_their_times_decide(
     for price, usual in ((1.0, 0), (0.0, 3)):  # seconds of one more draft: never, always
         prices[kind] = {size: {n: 1 + n * price for n in range(4)} for size in (2, 3)}
         decoder.recent.times.last_noted.clear()  # steps of before have other prices
-        decoder.recent.num_seen = 0
+        decoder.recent.is_due = True
         assert rule.num_drafts(batch_size=1, recent=decoder.recent) == usual
         run(decoder, PROMPTS, sampling=SamplingParams(max_new_tokens=9))
         assert decoder.recent.num_drafts == decoder.recent.last_num_drafts == usual

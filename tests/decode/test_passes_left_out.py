@@ -149,9 +149,7 @@ def test_all_passes_run_again_once_no_request_lacks_draft_kv(models) -> None:
     decoder, made = build(*models, Falling(told=((0, K), (3, 1))), "training")
     decoder.add_request(PROMPTS[0], sampling=sampling, request_id="0")
     while decoder.recent.num_passes == K:
-        num_seen = decoder.recent.num_seen
         decoder.step()
-    assert decoder.recent.passes_began_at == num_seen > 0
     rule = Falling(told=((0, K),))  # nothing more is left out from now on
     decoder.spec = SpecSettings(num_speculative_tokens=K, draft_length=rule)
     decoder.add_request(PROMPTS[2], sampling=sampling, request_id="2")
@@ -159,10 +157,8 @@ def test_all_passes_run_again_once_no_request_lacks_draft_kv(models) -> None:
         decoder.step()
         assert decoder.recent.num_passes == 1
     made.clear()
-    num_seen = decoder.recent.num_seen
     run(decoder, sampling=sampling)
-    assert decoder.recent.num_passes == decoder.recent.num_drafts == K
-    assert decoder.recent.passes_began_at == num_seen
+    assert decoder.recent.num_passes == K
     plain, drafts = build(*models, FixedLength(), "training")
     run(plain, sampling=sampling)
     assert shared(made, drafts) > 40
@@ -331,7 +327,7 @@ def test_six_percent_are_asked_for_where_nothing_drafts_any_more() -> None:
 
 
 def test_passes_are_looked_at_now_and_then_once_texts_have_ended() -> None:
-    assert passes(priced(num_seen=9)) == passes(priced(num_texts=6.9)) == K
+    assert passes(priced(is_due=False)) == passes(priced(num_texts=6.9)) == K
     recent = priced((9.0, 9.0), num_passes=1)
     assert passes(recent) == 1, "those left out would pay, but others wait"
     assert ExpectedGainLength().num_drafts(batch_size=8, recent=recent) == 1
@@ -341,7 +337,7 @@ def test_passes_run_again_once_half_of_the_batch_began_without_a_queue() -> None
     def said(recent: RecentRounds, *counts: int) -> list[int]:
         return [passes(recent, num_waiting=0, num_admitted=count) for count in counts]
 
-    recent = priced((0.9, 0.9), num_passes=1, num_seen=9)  # 1.6 / .9 a second where K makes 2.05
+    recent = priced((0.9, 0.9), num_passes=1, is_due=False)  # 1.6 / .9 a second where K makes 2.05
     assert said(recent, 1, 2, 0, 1, 0) == [1, 1, 1, K, 1], "where a request begins"
     assert passes(recent, num_admitted=4) == 1, "others wait"
     assert said(recent, 3, 1) == [1, K], "counted anew"
@@ -355,26 +351,68 @@ def test_passes_run_again_once_half_of_the_batch_began_without_a_queue() -> None
     assert said(recent, 4) == [1], "of more the best"
 
 
-def test_drafts_and_passes_are_chosen_in_every_sixteenth_step_alone() -> None:
-    """No time for more; after 128 steps of the same passes these are looked at less often."""
-    recent, asked = priced(), set()
-    recent.times.prices[ALL] = {8: {n: 1.0 + n for n in range(4)}}
+def test_drafts_and_passes_are_chosen_at_the_beginning_and_every_sixteenth_step() -> None:
+    recent, rule = priced(), ExpectedGainLength()
+    looks, choices = [], []
 
     def noted(*_: object, **__: object) -> float:
-        asked.add(recent.num_seen)
+        looks.append(recent.num_seen)
         return 1.0
 
-    recent.rate, rule, drafts = noted, ExpectedGainLength(), []
-    for recent.num_seen in range(1009, 1400):
-        if recent.num_seen == 1012:
-            recent.run_passes(K)
-        passes(recent)
-        drafts.append(rule.num_drafts(batch_size=8, recent=recent))
-    assert sorted(asked) == [*range(1012, 1141, 16), 1204, 1268, 1332, 1396]
-    found = {number: n for number, n in enumerate(drafts, 1009) if n != K}
-    assert found == dict.fromkeys(range(1024, 1400, 16), 0), "none pays; others stay as chosen"
+    def costs(batch_size: int) -> dict[int, float]:
+        choices.append(recent.num_seen)
+        return {n: 1.0 + n * (recent.num_seen % 32 == 20) for n in range(4)}
+
+    recent.rate, recent.costs = noted, costs
+    for recent.num_seen in (*range(1004, 1396), *range(1400, 1420)):
+        recent.begin_step(is_new_batch=recent.num_seen == 1012)
+        assert passes(recent) == K
+        recent.num_drafts = rule.num_drafts(batch_size=8, recent=recent)
+        if recent.num_seen >= 1012:
+            assert recent.num_drafts == (0 if choices[-1] % 32 == 20 else K)
+    rounds = [*range(1012, 1396, 16), 1400, 1416]
+    assert choices == [1004, *rounds], "a step that was not seen puts a choice off, by no more"
+    assert list(dict.fromkeys(looks)) == [1004, *rounds[:8], *rounds[11::4]]
+    recent.begin_step(is_new_batch=False)
+    recent.begin_step(is_new_batch=True)
+    assert recent.is_due
+    recent.begin_step(is_new_batch=False)
+    assert not recent.is_due, "the host is a step late: it knows no more than for the step before"
     recent.run_passes(1)
     assert rule.num_drafts(batch_size=8, recent=recent) == 1, "at once"
+    recent.run_passes(K)
+    assert recent.is_due
+    assert recent.num_drafts == K
+    recent.begin_step(is_new_batch=False)
+    assert not recent.is_due
+    recent.forget_texts()
+    recent.begin_step(is_new_batch=False)
+    assert recent.is_due
+
+
+def test_passes_that_come_back_make_their_drafts_at_once(models) -> None:
+    """Whenever they do: drafts are not chosen again in the step that is the sixteenth alone."""
+    for num_first in range(8):
+        decoder, _ = build(*models, ExpectedGainLength(), "training")
+        sampling = SamplingParams(max_new_tokens=9)
+        decoder.warm_up(sampling)
+        run(decoder, PROMPTS[:1], sampling=SamplingParams(max_new_tokens=8 + num_first))
+        recent = decoder.recent
+        for kind in recent.times.prices:
+            for row in recent.times.prices[kind].values():
+                row.update(dict.fromkeys(row, 1.0))
+        recent.run_passes(1)
+        decoder.add_request(PROMPTS[0], sampling=sampling)
+        decoder.step()
+        assert (recent.num_passes, recent.num_drafts) == (K, K)
+
+
+def test_a_decoder_that_was_not_warmed_up_leaves_no_passes_out(models) -> None:
+    """Nothing is priced: texts that wait behind many that ended change nothing."""
+    decoder, _ = build(*models, ExpectedGainLength(), "training")
+    run(decoder, PROMPTS * 8, sampling=SamplingParams(max_new_tokens=6))
+    assert decoder.recent.num_texts > 8
+    assert decoder.recent.num_passes == K
 
 
 def test_a_median_is_found_anew_for_every_fourth_number() -> None:
@@ -505,6 +543,7 @@ def test_the_host_is_timed_again_once_a_burst_is_over() -> None:
     recent = priced(most_running=128.0)
     for _ in range(1600):
         recent.num_seen += 1
+        recent.begin_step(is_new_batch=False)
         passes(recent, num_waiting=0)
         recent.add_call(0.9, has_prompts=False, batch_size=8)
     assert recent.most_running < 16

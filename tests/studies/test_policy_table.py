@@ -78,7 +78,7 @@ def test_main_prints_one_table_of_all_folders(
 def test_main_refuses_missing_results_and_heads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["policy", str(tmp_path)]) == 3
+    assert main(["policy", str(tmp_path)]) == 2
     write_results(tmp_path, report(audit=AUDIT, head=tmp_path / "gone"))
     assert main(["policy", str(tmp_path)]) == 2
     errors = capsys.readouterr().err.splitlines()

@@ -271,3 +271,15 @@ def test_seed_without_rounds_has_no_figure_and_the_file_can_be_written(tmp_path:
     assert pair.by_seed == (pytest.approx(1 / 3), None)
     assert pair.difference.value is None
     assert matrix_grids(empty)[1].rows[0][5:] == ("+0.333 -", "-")
+
+
+@pytest.mark.parametrize("command", ["compare", "context", "policy", "fault", "seeds"])
+def test_a_table_of_nothing_is_a_fault_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    paths = [str(tmp_path / name) for name in ("gone", "gone_as_well")]
+    assert main([command, *paths[: 2 if command == "compare" else 1]]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: there is no ")
+    assert line.endswith("; name one, or a folder that holds one.")
+    assert paths[0] in line

@@ -28,12 +28,12 @@ table of `ExpectedGainLength`.
 
 **Passes can be left out for good**, those beyond the first n: such a step is that of a decoder with
 K = n, in every layer that it writes and reads. Requests that run then lack the draft KV of the
-other passes for the rest of their lives (`Request.num_full_passes`). When these run again they are
-for requests that begin then: what they draft for the others is verified like any draft, but says
-nothing of what a draft is worth. `ExpectedGainLength` chooses this as well (`num_passes`) where
-steps are captured and timed: passes are left out only while requests wait, and run again in a step
-whose requests all begin in it, or once as many as half of a batch have begun and left nobody
-waiting. Not where other ranks or a prefix cache hold on to what this one left out.
+other passes for the rest of their lives (`Request.num_full_passes`). When these run again, requests
+that begin then gain by it; the older ones get drafts, too, which are verified but not counted in
+what a draft is worth. `ExpectedGainLength` chooses this as well (`num_passes`) where steps are
+captured and timed. Passes are left out only while requests wait. They run again in a step whose
+requests all begin in it, or once as many as half of a batch have begun with nobody waiting behind
+them. Not where other ranks or a prefix cache hold on to what this one left out.
 
 **Losslessness.** A limit may depend on the past, never on the token just drawn: a draft that is
 kept only when its own probability is high is no draw from the draft distribution, and rejection
@@ -159,7 +159,9 @@ class RecentRounds:
     last_num_drafts: int | None = None  # of the last step that the host knows
     num_drafts: int = field(init=False)  # n, drafts that a rule chose last
     num_passes: int = field(init=False)  # m, passes that steps run now
-    passes_began_at: int = 0  # step of any kind from which on they run, or run for new texts alone
+    is_due: bool = True  # drafts and passes are chosen in the step that begins
+    chosen_at: int = 0  # `num_seen` when they last were
+    num_looks: int = 0  # at passes, since others began to run, or a batch of new texts
     # requests that began since any last waited behind them, and the tokens of their texts then
     num_unqueued: int = 0
     unqueued_tokens: int = 0
@@ -171,13 +173,23 @@ class RecentRounds:
 
     def forget_texts(self) -> None:
         """Forget what was accepted, and how long texts were; what steps take stays."""
+        self.chosen_at = self.num_seen - _CHOICE_EVERY
         self.counts = RoundCounts.none(self.plan.num_speculative_tokens)
         self.lasting_counts = RoundCounts.none(self.plan.num_speculative_tokens)
         self.num_texts = self.output_tokens = 0.0
 
+    def begin_step(self, *, is_new_batch: bool) -> None:
+        """Find out whether this step chooses drafts and passes: the first of a batch does."""
+        if is_new_batch:
+            self.num_looks = 0
+        self.is_due = is_new_batch or self.num_seen - self.chosen_at >= _CHOICE_EVERY
+        if self.is_due:
+            self.chosen_at = self.num_seen
+
     def run_passes(self, num_passes: int) -> None:
-        """Steps run so many passes from now on."""
-        self.num_passes, self.passes_began_at = num_passes, self.num_seen
+        """Run other passes from this step on, and choose drafts anew, from all that they make."""
+        self.num_passes = self.num_drafts = num_passes
+        self.num_looks, self.is_due = 0, True
 
     def add_rounds(self, count: int, *, num_drafted: int, num_accepted: int) -> None:
         """Count `count` rounds that verified `num_drafted` drafts and accepted `num_accepted`."""
@@ -251,7 +263,8 @@ class RecentRounds:
     def rate(self, num_passes: int, batch_size: int, *, rows_a_token: float = 0.0) -> float:
         """Expected tokens a second of steps of `num_passes` passes.
 
-        They make the n that is best without prompts, and `rows_a_token` prompt rows come with each
+        They make the n that is best without prompts, which `num_drafts` would choose too (to look
+        for it beside prompts would double the work), and `rows_a_token` prompt rows come with each
         token of output. All numbers of passes and drafts
         take as much more than their price as steps do now: what was seen of another is of other
         texts, or of none.
@@ -260,7 +273,7 @@ class RecentRounds:
         usual = times.usual(self._kind(False)), times.usual(self._kind(True))
         costs = times.priced(StepKind(num_passes, False), batch_size=batch_size, usual=usual[0])
         expected = expected_tokens(self.lasting_counts.conditional_acceptance())
-        n = max(costs, key=lambda number: expected[number] / costs[number])
+        n = max(costs, key=lambda number: (expected[number] / costs[number], -number))
         if not times.prices.get(mixed):
             rows_a_token = 0.0
         share, steps = self._with_prompts(batch_size, num_passes, rows_a_token * expected[n])
@@ -281,10 +294,10 @@ class RecentRounds:
     ) -> tuple[float, list["MixedSteps"]]:
         """Share of the steps that have prompt rows, and means of these, whose weights make 1.
 
-        They are like the latest: fewer than all requests decode in them, and in full ones prompts
-        take what decoding rows leave. So many have prompt rows that there are `wanted` for each
-        request that decodes. If all have, they have more of them, up to full ones, in which as many
-        decode as can then be fed.
+        They are like the latest: so many requests decode in them, beside so many prompt rows, which
+        in full ones are what decoding rows leave. Their share is that which brings `wanted` prompt
+        rows for each request that decodes in any step. Where even a share of 1 does not, all steps
+        have more prompt rows, up to full ones, and as many requests decode as can then be fed.
         """
         if not wanted:
             return 0.0, []
@@ -414,9 +427,10 @@ class StepTimes:
     ) -> float:
         """Mean seconds of steps with prompt rows, which have `mean_size` rows on the average.
 
-        A step costs what the smallest bucket costs that holds it. So a mean amid the sizes that a
-        bucket holds costs its price, and others lie between: the price of the mean itself may be a
-        fifth more for one row more. What exceeds the largest bucket costs in proportion.
+        A step costs what the smallest bucket costs that holds it: a staircase, with steps of up to
+        a fifth. Sizes vary about their mean, so the mean price has none: the price of a bucket is
+        that of the middle of the sizes that it holds, with straight lines between middles. What
+        exceeds the largest bucket costs in proportion.
         """
         import numpy as np  # settings, and so --help, do without
 
@@ -462,8 +476,8 @@ _PROBE_STEPS = 6  # steps in a row with the same number of drafts while costs ar
 _NUM_PROBES = 4  # runs of them: K, 0, K, 0
 _LEAST_GAIN = 1.02  # for which the number of drafts changes, or more passes run again
 _NO_PASS_GAIN = 1.06  # for which all passes are left out
-_CHOICE_EVERY = 16  # steps, of drafts and passes: the host has no time for one in every step
-_STEADY_STEPS = 128  # after which passes go on as they are, and are chosen a fourth as often
+_CHOICE_EVERY = 16  # steps; a choice of drafts in each would take the host 2 % of a short one
+_FIRST_LOOKS = 8  # at passes; later every fourth is taken
 _FADING_BATCH = 0.95  # a check, of the most requests that ran: a batch fills up within a few
 _LEAST_TEXTS = 7.0  # that ended, fading, before passes are left out: eight of late
 
@@ -571,8 +585,8 @@ class ExpectedGainLength:
 
     With a_i the chance of draft i given that it is reached, a step that makes n drafts gives
     `1 + a_1 + a_1 a_2 + ... + a_1..a_n` tokens and costs `1 + c n` steps that make none. The
-    chances come from `RecentRounds`: fading counts and a prior. Where captured steps were timed, n
-    is chosen every 16 steps, else in every one.
+    chances come from `RecentRounds`: fading counts and a prior. Where captured steps were timed and
+    decide, n is chosen in the first step of a batch and every 16 steps, else in every step.
 
     Attributes:
         cost_ratio: c, price of one more draft (its pass or logits, and its verification row) in
@@ -600,7 +614,7 @@ class ExpectedGainLength:
         is_priced = bool(recent.times.prices) and self.cost_ratio is None
         if is_priced and recent.num_passes < recent.plan.num_speculative_tokens:
             return recent.num_passes
-        if is_priced and recent.num_seen % _CHOICE_EVERY:
+        if is_priced and not recent.is_due:
             return recent.num_drafts
         chances = recent.counts.conditional_acceptance()
         numbers = range(len(chances) + 1)
@@ -625,10 +639,10 @@ class ExpectedGainLength:
     ) -> int:
         """m, passes of a round that run from now on.
 
-        Fewer where that pays while texts wait (`_fewer_passes`), which is looked at every 16 steps,
-        or every 64 once they have gone on for 128; more again where that pays once half of the
-        batch began without a queue (`_more_passes`). Nothing changes before eight texts have ended,
-        whose outputs say how long others will be.
+        Fewer where that pays while texts wait (`_fewer_passes`): a look at the beginning of a batch
+        and every 16 steps, and after eight looks that changed nothing every 64. More again where
+        that pays once half of the batch began without a queue (`_more_passes`). Nothing changes
+        before eight texts have ended, whose outputs say how long others will be.
 
         Args:
             batch_size: requests that run.
@@ -636,17 +650,17 @@ class ExpectedGainLength:
             is_admitting: whether a text begins in this step.
             recent: what was accepted, how long steps take, and who began without a queue.
         """
-        kept = _FADING_BATCH if recent.num_seen % _CHOICE_EVERY == 0 else 1.0
+        kept = _FADING_BATCH if recent.is_due else 1.0
         recent.most_running = max(batch_size, kept * recent.most_running)
         if recent.num_texts < _LEAST_TEXTS:
             return recent.num_passes
         is_less = recent.num_passes < recent.plan.num_speculative_tokens
         if is_less and is_admitting and 2 * recent.num_unqueued >= batch_size:
             return _more_passes(batch_size, recent)
-        num_steps = recent.num_seen - recent.passes_began_at
-        every = _CHOICE_EVERY if num_steps <= _STEADY_STEPS else 4 * _CHOICE_EVERY
-        if num_steps % every == 0 and (prompts := list(waiting)):
-            return _fewer_passes(batch_size, prompts, recent)
+        if recent.is_due and (prompts := list(waiting)):
+            recent.num_looks += 1
+            if recent.num_looks <= _FIRST_LOOKS or recent.num_looks % 4 == 0:
+                return _fewer_passes(batch_size, prompts, recent)
         return recent.num_passes
 
 
@@ -665,13 +679,15 @@ def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds)
     """
     now = recent.num_passes
     fewer = {kind.num_passes for kind in recent.times.prices if kind.num_passes < now}
+    if not fewer:
+        return now
     num_texts = batch_size + len(waiting)
     batch_size = min(num_texts, round(recent.most_running))
     length, half = recent.output_tokens / recent.num_texts, max(batch_size // 2, 1)
     tokens = (num_texts - batch_size / 2) * length, batch_size / 2 * length
     rows_a_token = sum(waiting) / tokens[0]
     rates = {m: recent.rate(m, batch_size, rows_a_token=rows_a_token) for m in (now, *fewer)}
-    if max(rates, key=rates.__getitem__) == now:  # and in a smaller batch all the more
+    if max(rates, key=rates.__getitem__) == now:  # drafts pay more in half a batch: no look at one
         return now
     taken = {
         m: (tokens[0] / rate + tokens[1] / recent.rate(m, half)) * (1.0 if m else _NO_PASS_GAIN)

@@ -30,7 +30,7 @@ from mtp_research.evaluation.stats.summary import (
 )
 from mtp_research.evaluation.stats.text_figures import Thinking
 from mtp_research.runtime.errors import IntegrityError, escaped
-from mtp_research.runtime.files import write_atomically
+from mtp_research.runtime.files import require_file, write_atomically
 
 SCHEMA_VERSION = 2
 RESULTS_FILE = "results.json"
@@ -168,7 +168,12 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def recompute(path: Path) -> Report:
-    """Read a `results.json`, compute its figures again; `IntegrityError` if it cannot be read."""
+    """Read a `results.json`, and compute its figures again.
+
+    Raises:
+        ConfigError: there is no such file.
+        IntegrityError: it cannot be read.
+    """
     stored = _load(path)
     version = stored.get("schema_version") if isinstance(stored, dict) else None
     if not isinstance(stored, dict) or version != SCHEMA_VERSION:
@@ -195,6 +200,7 @@ def recompute(path: Path) -> Report:
 
 
 def _load(path: Path) -> object:
+    require_file(path, kind="results file")
     try:
         return json.loads(_text(path), parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError, lzma.LZMAError, EOFError) as error:

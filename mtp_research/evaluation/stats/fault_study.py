@@ -17,6 +17,7 @@ from mtp_research.evaluation.report.stored import PromptEntry
 from mtp_research.evaluation.stats.statistics import few_prompts
 from mtp_research.policy.audit import Verdict
 from mtp_research.runtime.errors import IntegrityError
+from mtp_research.runtime.files import require_file
 
 FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
 STUDY_FILE = "fault_price.json"
@@ -101,9 +102,11 @@ def read_study(folder: Path) -> FaultStudy:
     """Read `fault_price.json`; figures are computed again from the counters.
 
     Raises:
-        IntegrityError: missing, no JSON, of another version, or with wrong fields.
+        ConfigError: there is no such file.
+        IntegrityError: no JSON, of another version, or with wrong fields.
     """
     path = folder / STUDY_FILE
+    require_file(path, kind="price study")
     try:
         stored = json.loads(path.read_text(encoding="utf8"))
         if stored.get("schema_version") != SCHEMA_VERSION:

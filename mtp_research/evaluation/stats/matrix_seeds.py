@@ -29,6 +29,7 @@ from mtp_research.evaluation.stats.bootstrap import (
     make_draws,
 )
 from mtp_research.runtime.errors import IntegrityError
+from mtp_research.runtime.files import require_file
 
 MATRIX_FILE = "matrix.json"
 SCHEMA_VERSION = 1
@@ -107,10 +108,12 @@ def read_matrix(folder: Path) -> SeedMatrix:
     """Read `matrix.json`; its figures are left aside, `group_figures` computes them again.
 
     Raises:
-        IntegrityError: missing, no JSON, of another version, with wrong fields, or a cell has not
+        ConfigError: there is no such file.
+        IntegrityError: no JSON, of another version, with wrong fields, or a cell has not
             one list of rounds for each prompt.
     """
     path = folder / MATRIX_FILE
+    require_file(path, kind="matrix")
     try:
         stored = json.loads(path.read_text(encoding="utf8"))
         if stored.get("schema_version") != SCHEMA_VERSION:

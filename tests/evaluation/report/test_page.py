@@ -289,7 +289,7 @@ def test_enough_prompts_give_no_warning(tmp_path: Path) -> None:
 def test_faults_are_one_line_with_their_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(tmp_path / "gone.json"), "--out", str(tmp_path)]) == 3
+    assert main([str(tmp_path / "gone.json"), "--out", str(tmp_path)]) == 2
     write_results(tmp_path, report(2))
     (tmp_path / "file").write_text("")
     assert main([str(tmp_path), "--out", str(tmp_path / "file" / "out")]) == 4

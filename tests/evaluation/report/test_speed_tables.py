@@ -192,7 +192,7 @@ def test_parent_folder_stands_for_its_parts_in_order(
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf8")
     assert "All runs, batch_1_k3, batch_8_k3, batch_32_k3" in page
     (tmp_path / "empty" / "inside").mkdir(parents=True)
-    assert main([str(tmp_path / "empty"), "--out", str(tmp_path / "out")]) == 3
+    assert main([str(tmp_path / "empty"), "--out", str(tmp_path / "out")]) == 2
     assert "empty/results.json" in capsys.readouterr().err
 
 

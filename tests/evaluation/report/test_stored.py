@@ -13,7 +13,7 @@ from mtp_research.evaluation.report.stored import (
     to_json,
     write_results,
 )
-from mtp_research.runtime.errors import IntegrityError
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from tests.evaluation.generations import some_prompts, three_conditions
 
@@ -128,7 +128,7 @@ def test_bad_results_file_is_refused(tmp_path: Path, content: str, fault: str):
 
 
 def test_missing_results_file_is_refused(tmp_path: Path):
-    with pytest.raises(IntegrityError, match="not a readable results file"):
+    with pytest.raises(ConfigError, match="there is no results file"):
         recompute(tmp_path / "results.json")
 
 
