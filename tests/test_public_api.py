@@ -1,12 +1,17 @@
 """The import that papers use, and that it stays free until a name is touched."""
 
+import dataclasses
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 import mtp_research
+from mtp_research.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 LAB_TINY = ROOT / "assets" / "lab_tiny"
@@ -46,3 +51,42 @@ def test_package_imports_nothing_until_a_name_is_used() -> None:
         [sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.stderr.strip() == ""
+
+
+def test_every_note_names_a_parameter_of_its_call() -> None:
+    """Keys of the configuration as `ConfigError` says them in Python."""
+    from mtp_research.config.schema import EvalConfig, VerifyOptions
+    from mtp_research.decode.draft import draft_length
+
+    calls = [getattr(mtp_research, name) for name in ("SamplingParams", "SpecSettings")]
+    calls += [mtp_research.EngineConfig, mtp_research.load_target, VerifyOptions]
+    calls += [draft_length.ConfidenceLength, draft_length.BatchTableLength]
+    calls += [draft_length.ExpectedGainLength]
+    parameters = {call.__name__: inspect.signature(call).parameters for call in calls}
+    num_named = 0
+    for section in ("engine", "model", "sampling", "spec"):
+        for item in dataclasses.fields(get_type_hints(EvalConfig)[section]):
+            key = f"{section}.{item.name}"
+            for note in getattr(ConfigError(f"{key} is wrong."), "__notes__", []):
+                if key == "spec.head":
+                    continue
+                found = re.fullmatch(rf"In Python: {key} is (\w+)\((\w+)=\.\.\.\)\.", note)
+                assert found is not None, note
+                assert found[2] in parameters[found[1]], note
+                num_named += 1
+    assert num_named > 60
+
+
+def test_snippets_of_the_guide_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of "From Python" up to training, and the length rule that is written there."""
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf8")
+    blocks = re.findall(r"```python\n(.*?)```", guide[guide.index("## From Python") :], re.DOTALL)
+    (rule,) = (block for block in blocks if "class Careful" in block)
+    code = f"{blocks[0]}{blocks[1]}{rule}".replace("max_new_tokens=64", "max_new_tokens=8")
+    names: dict[str, object] = {}
+    exec(compile(code, "guide.md", "exec"), names)
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in shown[-2:]] == ["abort", "length"]
+    assert "TokenLogprobs(" in shown[-1]
+    list(names["decoder"].generate(["def add(a, b):\n"], max_new_tokens=8))
+    assert names["decoder"].stats.records[-1].num_drafted_per_round[0] == 3

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from mtp_research.app.cli import compose_config, run_folder
 from mtp_research.app.preflight import check_inputs, described_target
 from mtp_research.config.schema import EvalConfig, ModelConfig, TrainConfig
-from mtp_research.runtime.errors import ArgumentTypeError, ConfigError, extras_needed
+from mtp_research.runtime.errors import (
+    ArgumentTypeError,
+    ConfigError,
+    extras_needed,
+    keys_are_settings,
+)
 from mtp_research.runtime.provenance import describe_run, resolve_path
 
 if TYPE_CHECKING:
@@ -131,7 +136,7 @@ def train_heads(
         IntegrityError: data or a checkpoint is damaged.
     """
     given = {"model.path": target, "data.path": data, "output_dir": output_dir}
-    with extras_needed():
+    with extras_needed(), keys_are_settings():
         config = _compose(TrainConfig, given, settings)
         if config.task != "heads" or config.launcher.kind != "local":
             raise ConfigError(
@@ -187,7 +192,7 @@ def evaluate(
             f"{type(heads).__name__}; write it with heads.save_pretrained(FOLDER)."
         )
     given = {"model.path": target, "prompts.path": prompts, "output_dir": output_dir}
-    with extras_needed():
+    with extras_needed(), keys_are_settings():
         config = _compose(EvalConfig, given, {**(settings or {}), "spec.head": heads})
         if config.task != "evaluate":
             raise ConfigError(
@@ -235,6 +240,11 @@ def _spelled(value: object, *, is_item: bool = False) -> str:
     if isinstance(value, Mapping):
         pairs = (f"{key}:{_spelled(one, is_item=True)}" for key, one in value.items())
         return "{" + ",".join(pairs) + "}"
+    if not isinstance(value, str | int | float | Path):
+        raise ArgumentTypeError(
+            "settings take text, numbers, paths, True, False, None, and lists and mappings of "
+            f"them, got one of type {type(value).__name__}; write it as on the command line."
+        )
     text = str(value)
     is_list = text.startswith(("[", "{"))  # written as on the command line
     if (is_item and not _PLAIN.fullmatch(text)) or ("," in text and not is_list):

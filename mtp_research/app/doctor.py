@@ -3,7 +3,6 @@
 A check is `ok`, `note` (works, with a limit to know) or `fail` (what the project needs is broken).
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mtp_research.runtime.errors import EnvironmentFault
+from mtp_research.runtime.options import OptionParser
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import num_cores, package_ranges, package_version, redact
 
@@ -25,7 +25,7 @@ _SHOWN = ("accelerate", "datasets", "deepspeed", "hydra-core", "wandb")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run every check; returns 0, or 4 where one failed."""
     about = "Can this machine run the project? A line a check, one JSON line, exit code 0 or 4."
-    argparse.ArgumentParser(prog="mtp doctor", description=about).parse_args(argv)
+    OptionParser(prog="mtp doctor", description=about).parse_args(argv)
     findings = []
     with WorkProgress("looking at this machine", total=len(CHECKS), unit="checks") as progress:
         for name in CHECKS:

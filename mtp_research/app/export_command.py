@@ -13,7 +13,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from mtp_research.config.ranges import OptionParser, in_own_words, positive
+from mtp_research.config.ranges import in_own_words
 from mtp_research.config.schema import VERSIONS
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.backends.transformers_backend import library_steps
@@ -33,6 +33,7 @@ from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.runtime.options import OptionParser, positive
 from mtp_research.runtime.provenance import write_error
 
 _HEADER = ("convention", "trained with", "engine does", "effect on acceptance length")

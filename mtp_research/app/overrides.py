@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn, get_origin
 
-from mtp_research.config.ranges import ALIASES, legal_values, meanings, nearest, schema_keys
+from mtp_research.config.ranges import ALIASES, legal_values, meanings, schema_keys
 from mtp_research.config.schema import GRID_AXES, EvalConfig, TrainConfig
-from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError, nearest
 from mtp_research.runtime.provenance import redact_words, shipped_root
 
 CONF_DIR = shipped_root() / "conf"

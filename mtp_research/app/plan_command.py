@@ -22,7 +22,6 @@ from mtp_research.app.training_fit import GIB, NUM_GPUS, memory_of, other_ways, 
 from mtp_research.bench import planned
 from mtp_research.bench.planned import GPUS, DecodeMemory, Gpu, num_bytes
 from mtp_research.bench.shapes import Sizes, sizes_only
-from mtp_research.config.ranges import nearest
 from mtp_research.config.schema import EngineConfig, EvalConfig, TrainConfig
 from mtp_research.config.training_schema import has_teacher
 from mtp_research.data.hidden_cache import cached_bytes_per_token
@@ -31,7 +30,8 @@ from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.loading.placement import DATA, resolve_dtype
 from mtp_research.models.loading.split_layers import num_sums
 from mtp_research.models.target import Target
-from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError, nearest
+from mtp_research.runtime.options import OptionParser
 from mtp_research.runtime.provenance import write_error
 from mtp_research.training.setup import depths_of, needs_layers
 from mtp_research.training.step_costs import flops_per_token
@@ -114,7 +114,7 @@ class Setup(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan; returns the exit code."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("mtp plan", description=HELP, formatter_class=formatter)
+    parser = OptionParser("mtp plan", description=HELP, formatter_class=formatter)
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)

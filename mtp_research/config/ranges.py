@@ -2,37 +2,23 @@
 
 A dataclass field states its range or its choices in its metadata (`within`, `above`, `one_of`); the
 comment at it is its meaning. A fault line says which key, what was expected, what was got and
-the override that fixes it. Rules between keys stand in `rules`. `OptionParser` is for commands that
-take options in place of keys.
+the override that fixes it. Rules between keys stand in `rules`.
 """
 
-import argparse
 import ast
 import dataclasses
-import difflib
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 from types import NoneType
-from typing import NoReturn, TypeVar, get_args, get_origin
+from typing import TypeVar, get_args, get_origin
 
-from mtp_research.runtime.errors import ConfigError
-from mtp_research.runtime.provenance import write_error
+from mtp_research.runtime.errors import ConfigError, nearest
 
 ALIASES = {"spec.k": "spec.num_speculative_tokens"}
-# What other programs call a key: what this one calls it, to be named where it is asked for.
-_ELSEWHERE = {
-    "lr": "learning_rate",
-    "epochs": "max_steps",
-    "num_epochs": "max_steps",
-    "max_seq_length": "seq_len",
-    "max_tokens": "max_new_tokens",
-    "max_num_seqs": "max_num_requests",
-    "gpu_memory_utilization": "memory_fraction",
-}
 
 Field = dataclasses.Field[object]
 Number = TypeVar("Number", int, float, int | None, float | None)
@@ -131,47 +117,6 @@ def _one_value(item: Field, kind: object) -> str:
     if kind is bool:
         return "true or false"
     return number or "text"
-
-
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return `; nearest: a, b` for the closest valid names, or nothing when none is close."""
-    known = sorted(set(choices))
-    section, _, tail = word.rpartition(".")
-    tails = {name.rpartition(".")[2] for name in known}
-    tail = _ELSEWHERE.get(tail, tail)
-    close_tails = difflib.get_close_matches(tail, sorted(tails), n=1, cutoff=0.75)
-    found = [name for name in known if name.rpartition(".")[2] in close_tails]
-    found.sort(key=lambda name: name.rpartition(".")[0] != section)
-    found += difflib.get_close_matches(word, known, n=3, cutoff=0.5)
-    names = list(dict.fromkeys(found))[:3]
-    return f"; nearest: {', '.join(names)}" if names else ""
-
-
-class OptionParser(argparse.ArgumentParser):
-    """As argparse's; a fault is one line, which names options near one that is not there."""
-
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: None = None
-    ) -> argparse.Namespace:
-        """The options; ends the program with a line and code 2 where they are not legal."""
-        found, others = self.parse_known_args(args, namespace)
-        if others:
-            names = (name for action in self._actions for name in action.option_strings)
-            near = nearest(others[0].partition("=")[0], names)
-            self.error(f"unrecognized arguments: {' '.join(others)}{near}")
-        return found
-
-    def error(self, message: str) -> NoReturn:
-        """End the program with one line, without the usage, and code 2."""
-        write_error(f"{message}; {self.prog} --help lists the options.")
-        self.exit(2)
-
-
-def positive(word: str) -> int:
-    """The number that an option's word is, at least 1."""
-    if not word.isdigit() or int(word) == 0:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {word!r}")
-    return int(word)
 
 
 def in_own_words(message: str, options: Mapping[str, str]) -> str:

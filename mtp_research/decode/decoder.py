@@ -51,6 +51,7 @@ from mtp_research.decode.settings import (
     check_heads,
     check_positions,
     check_request,
+    require_type,
 )
 from mtp_research.decode.stats import DecodeStats, RequestRecord
 from mtp_research.decode.step import DeviceParts, DeviceStep, StepResult
@@ -108,7 +109,9 @@ class SpecDecoder:
         spec: SpecSettings | None = None,
         engine: EngineConfig | None = None,
     ) -> None:
-        spec, engine = spec or SpecSettings(), engine or EngineConfig()
+        spec = SpecSettings() if spec is None else spec
+        engine = EngineConfig() if engine is None else engine
+        require_type("target", target, Target)
         check_heads(heads, spec=spec, engine=engine)
         plan = spec.plan(heads)
         self.target, self.spec, self.engine = target, spec, engine
@@ -142,6 +145,7 @@ class SpecDecoder:
             step.plan.num_speculative_tokens: _Device(step, step.parts, one)
             for step, one in zip(steps, graphs, strict=True)
         }
+        self._limits = frozenset(spec.draft_length.limits(plan.num_speculative_tokens))
         self._sampling = BatchSampling(
             plan,
             vocab_size=target.config.vocab_size,
@@ -216,6 +220,10 @@ class SpecDecoder:
             position_ids: `[axes, prompt]` rotary positions of the prompt, for a target whose
                 positions have several axes (M-RoPE). Generated tokens follow the greatest of them
                 by 1 each, on every axis. None: 0, 1, 2, ... on all axes.
+
+        Returns:
+            The request, which goes on with every `step`. Its `output_token_ids` are the output so
+            far; its `token_ids` begin with the prompt.
 
         Raises:
             ConfigError: an argument of another type, an empty prompt, one that can never fit, an id
@@ -605,6 +613,11 @@ class SpecDecoder:
         self._settle_passes(schedule, is_new_batch=is_new_batch)
         rule, recent = self.spec.draft_length, self.recent
         recent.num_drafts = rule.num_drafts(batch_size=len(requests), recent=recent)
+        if recent.num_drafts not in self._limits:
+            raise ConfigError(
+                f"{type(rule).__name__}.num_drafts must be one of its limits, "
+                f"{sorted(self._limits)}, got {recent.num_drafts!r}; let both say the same."
+            )
         limit = min(recent.num_drafts, recent.num_passes)
         params, shape = self._sampling.tensors(requests), None
         rows = self._verifying(entries, limit)

@@ -24,7 +24,7 @@ from mtp_research.heads.record import decoded_schedule
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.policy.fields import MODULE_SCHEDULES, POLICIES, HiddenPolicy, ModuleSchedule
 from mtp_research.policy.plan import DraftPlan
-from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.errors import ArgumentTypeError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class SpecSettings:
         _check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS)
         if self.module_schedule is not None:
             _check_choice("module_schedule", self.module_schedule, MODULE_SCHEDULES)
+        require_type("verify_options", self.verify_options, VerifyOptions)
+        _check_length_rule(self.draft_length)
         number = self.num_speculative_tokens
         if type(number) is not int or not 0 <= number <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
@@ -103,8 +105,30 @@ class SpecSettings:
         return DraftPlan(policy, self.num_speculative_tokens, spec.num_mtp_modules, schedule)
 
 
+def _check_length_rule(rule: object) -> None:
+    if isinstance(rule, type) or not isinstance(rule, DraftLength):
+        raise ArgumentTypeError(
+            "draft_length must be a rule of mtp_research.decode.draft.draft_length, such as "
+            f"ExpectedGainLength(), got {rule!r} of type {type(rule).__name__}; pass one, or an "
+            "object with keeps, limits and num_drafts (command line: spec.draft_length)."
+        )
+
+
+def require_type(name: str, value: object, expected: type) -> None:
+    """Raise `ArgumentTypeError` where an argument is of another class."""
+    if not isinstance(value, expected):
+        raise ArgumentTypeError(
+            f"{name} must be of type {expected.__name__}, got one of type {type(value).__name__}; "
+            f"pass {expected.__name__}(...)."
+        )
+
+
 def check_heads(heads: Heads, *, spec: SpecSettings, engine: EngineConfig) -> None:
     """Refuse heads that do not fit the settings, and engine settings out of range."""
+    require_type("spec", spec, SpecSettings)
+    require_type("engine", engine, EngineConfig)
+    if not isinstance(heads, str | MTPHeads | None):
+        require_type("heads", heads, MTPHeads)
     check_values(engine, section="engine")
     if isinstance(heads, str) and heads not in ("null", "oracle"):
         raise ConfigError(
@@ -140,8 +164,9 @@ def check_request(
     """Refuse a prompt or sampling parameters that a decoder cannot follow."""
     if not isinstance(sampling, SamplingParams):
         raise ConfigError(
-            f"sampling must be SamplingParams or None, got {type(sampling).__name__}; "
-            "set sampling=SamplingParams(...)."
+            f"sampling must be SamplingParams or None, got {type(sampling).__name__}; set "
+            "sampling=SamplingParams(...); for other ones of each prompt call "
+            "add_request(prompt, sampling=...) and step()."
         )
     outside = [token for token in prompt_token_ids if not 0 <= token < vocab_size]
     if outside:

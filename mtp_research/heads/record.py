@@ -30,6 +30,16 @@ _UNKNOWN = {"module_schedule": (None,)}  # legal beside the choices of the confi
 _NUM_DIGITS = 12  # of a hash in a message
 
 
+def head_name(folder: str | Path) -> str:
+    """What tables and charts call the heads in a folder: its name, that of the run for `RUN/head`.
+
+    Every training run calls the folder of its heads `head`.
+    """
+    folder = Path(folder)
+    run = folder.parent.name
+    return run if folder.name == "head" and run not in ("", "..") else folder.name
+
+
 def refuse_run_folder(folder: Path, *, key: str = "spec.head") -> None:
     """Refuse the folder of a training run, whose heads lie in its folder `head`."""
     inside = folder / "head"

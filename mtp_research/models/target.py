@@ -358,7 +358,7 @@ def _keep_pre_norm(target: Target) -> None:
 def load_target(
     path: str | Path,
     *,
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     device: str = "auto",
     tp_plan: str = "none",
     device_map: str | Mapping[str, int | str] = "none",
@@ -374,7 +374,8 @@ def load_target(
         path: local folder in Hugging Face format, a `.gguf` file, or a hub id. A relative one is
             looked for in the working directory, then among the shipped files
             (`assets/lab_tiny/target`).
-        dtype: `auto` (bfloat16 on a GPU, else float32) or a key of `placement.DTYPES`.
+        dtype: `auto` (bfloat16 on a GPU, else float32), or a key of `placement.DTYPES` such as
+            `bfloat16`, or the dtype itself (`torch.bfloat16`).
         device: `auto`, `cpu` or `cuda`.
         tp_plan: `none`, or `tensor` or `experts` to split it over the processes of torchrun, or
             `data` to share its experts alone among processes with requests of their own.

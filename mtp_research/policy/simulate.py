@@ -17,7 +17,6 @@ differ, so that no wrong token can pass for the right one.
 Letters: K drafts per step, N MTP modules, p frontier row.
 """
 
-import argparse
 import itertools
 import random
 import re
@@ -31,6 +30,7 @@ from mtp_research.policy.audit import FAULTS, Auditor, Verdict
 from mtp_research.policy.fields import MODULE_SCHEDULES, POLICIES
 from mtp_research.policy.plan import DraftPlan, HiddenKind, PassPlan, StepState
 from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.options import OptionParser
 
 _REQUEST = "trace"
 
@@ -236,8 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser(prog: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+def _parser(prog: str, description: str) -> OptionParser:
+    parser = OptionParser(prog=prog, description=description)
     parser.add_argument("--policy", choices=sorted(POLICIES), default="training")
     parser.add_argument("--k", type=int, default=3, help="drafts per step")
     parser.add_argument("--modules", type=int, default=None, help="MTP modules (default: k)")

@@ -4,6 +4,7 @@ Exit codes: 0 fine, 2 configuration, 3 integrity, 4 environment, 5 numeric, 75 r
 says what was expected, what was got and which key or call fixes it.
 """
 
+import difflib
 import logging
 import os
 import re
@@ -11,7 +12,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 CTRL_C_EXIT_CODE = 130  # where nothing goes on
@@ -24,9 +25,32 @@ _PYTHON_CALLS = {
     "sampling": "SamplingParams",
     "spec": "SpecSettings",
 }
+_VERIFY_OPTIONS = (
+    *("relaxed_top_n", "relaxed_delta", "relaxed_thinking_token_ids", "typical_epsilon"),
+    *("typical_delta", "synthetic_rates", "synthetic_length", "synthetic_schedule"),
+    *("synthetic_profile", "synthetic_condition"),
+)
+# Keys that another name stands for in Python, or none.
 _PYTHON_NAMES = {
     "spec.k": "SpecSettings(num_speculative_tokens=...)",
     "spec.head": "the heads of SpecDecoder, from load_heads(PATH)",
+    "spec.draft_p_min": "ConfidenceLength(p_min=...)",
+    "spec.draft_table": "BatchTableLength(table=...)",
+    "spec.draft_cost_ratio": "ExpectedGainLength(cost_ratio=...)",
+    "spec.draft_vocabulary_size": "SpecSettings(draft_token_ids=...)",
+    **{f"spec.{name}": f"VerifyOptions({name}=...)" for name in _VERIFY_OPTIONS},
+    **dict.fromkeys(f"model.{name}" for name in ("architecture", "family", "keep_fp8", "name")),
+    **dict.fromkeys(("model.pretrain", "sampling.ignore_eos")),
+}
+# What other programs call a key: what this one calls it, to be named where it is asked for.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "epochs": "max_steps",
+    "num_epochs": "max_steps",
+    "max_seq_length": "seq_len",
+    "max_tokens": "max_new_tokens",
+    "max_num_seqs": "max_num_requests",
+    "gpu_memory_utilization": "memory_fraction",
 }
 _OPTION = "(command line:"  # of a message that names the argument itself
 _KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(_PYTHON_CALLS)})\.[a-z_]+\b(?!\.)")
@@ -43,9 +67,10 @@ class ConfigError(ValueError):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message)
-        keys = list(dict.fromkeys(_KEY.findall(message)))
-        if keys and _OPTION not in message:
-            self.add_note(f"In Python: {'; '.join(map(_in_python, keys))}.")
+        keys = dict.fromkeys(_KEY.findall(message))
+        named = [f"{key} is {name}" for key in keys if (name := _in_python(key)) is not None]
+        if named and _OPTION not in message:
+            self.add_note(f"In Python: {'; '.join(named)}.")
 
 
 class ArgumentTypeError(ConfigError, TypeError):
@@ -156,9 +181,19 @@ def extras_needed() -> Iterator[None]:
         ) from fault
 
 
-def _in_python(key: str) -> str:
+def _in_python(key: str) -> str | None:
     section, _, name = key.partition(".")
-    return f"{key} is {_PYTHON_NAMES.get(key, f'{_PYTHON_CALLS[section]}({name}=...)')}"
+    return _PYTHON_NAMES.get(key, f"{_PYTHON_CALLS[section]}({name}=...)")
+
+
+@contextmanager
+def keys_are_settings() -> Iterator[None]:
+    """Faults name keys that the caller gave as settings: notes on other calls would mislead."""
+    try:
+        yield
+    except ConfigError as error:
+        error.__notes__ = []
+        raise
 
 
 def escaped(text: str) -> str:
@@ -183,6 +218,20 @@ def escape_warnings() -> None:
 def rule_line(key: str, expected: str, got: object, fix: str) -> str:
     """The line for `key`, which must be as `expected` beside others; `fix` are the overrides."""
     return f"{key} {expected}, got {got}; set {fix}."
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return `; nearest: a, b` for the closest valid names, or nothing when none is close."""
+    known = sorted(set(choices))
+    section, _, tail = word.rpartition(".")
+    tails = {name.rpartition(".")[2] for name in known}
+    tail = _ELSEWHERE.get(tail, tail)
+    close_tails = difflib.get_close_matches(tail, sorted(tails), n=1, cutoff=0.75)
+    found = [name for name in known if name.rpartition(".")[2] in close_tails]
+    found.sort(key=lambda name: name.rpartition(".")[0] != section)
+    found += difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    names = list(dict.fromkeys(found))[:3]
+    return f"; nearest: {', '.join(names)}" if names else ""
 
 
 def drops_closed_output() -> bool:

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_research.config.ranges import OptionParser
 from mtp_research.evaluation.report.stored import PACKED_FILE, RESULTS_FILE, read_runs
 from mtp_research.evaluation.stats.fault_study import STUDY_FILE
 from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.runtime.options import OptionParser
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import write_error
 from mtp_research.training.tracking import METRICS_FILE

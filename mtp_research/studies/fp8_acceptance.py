@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from mtp_research.config.ranges import OptionParser
 from mtp_research.evaluation.report.stored import RESULTS_FILE, recompute
 from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.stats.outcome import ConditionResult
 from mtp_research.evaluation.stats.statistics import acceptance_statistics, paired_differences
 from mtp_research.kernels.products.scaled_weights import FP8
 from mtp_research.runtime.files import write_tensors
+from mtp_research.runtime.options import OptionParser
 from mtp_research.runtime.provenance import REPOSITORY_ROOT as ROOT
 
 LENGTH = "acceptance_length_micro"

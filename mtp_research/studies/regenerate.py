@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from mtp_research.config.ranges import OptionParser, in_own_words, positive
+from mtp_research.config.ranges import in_own_words
 from mtp_research.config.schema import WEIGHTS, EngineConfig
 from mtp_research.data.row_forms import Question, read_questions
 from mtp_research.data.server import find_server
@@ -46,6 +46,7 @@ from mtp_research.runtime.errors import (
     Interrupted,
     stopped_by_signals,
 )
+from mtp_research.runtime.options import OptionParser, positive
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import write_error
 from mtp_research.studies.answer_tasks import (

@@ -27,7 +27,6 @@ from typing import cast
 
 import numpy as np
 
-from mtp_research.config.ranges import OptionParser
 from mtp_research.config.schema import VERIFY_RULES, SamplingConfig, SpecConfig, VerifyOptions
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.decode.verify.verify_rules import is_lossless
@@ -55,11 +54,12 @@ from mtp_research.evaluation.stats.summary import (
     PairedComparison,
     paired,
 )
-from mtp_research.heads.record import conventions_phrase, read_head_record
+from mtp_research.heads.record import conventions_phrase, head_name, read_head_record
 from mtp_research.policy.audit import Verdict
 from mtp_research.policy.fields import POLICIES
 from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.errors import ConfigError, IntegrityError, escaped
+from mtp_research.runtime.options import OptionParser
 from mtp_research.runtime.provenance import write_error
 from mtp_research.studies import study_tables
 
@@ -127,7 +127,7 @@ def _policy_text(paths: Sequence[Path]) -> str:
     rows = [row for report in reports for row in policy_rows(report)]
     heads = dict.fromkeys(map(_head_folder, reports))
     lines = [
-        f"heads {folder.name}: {conventions_phrase(read_head_record(folder)['spec'])}"
+        f"heads {head_name(folder)}: {conventions_phrase(read_head_record(folder)['spec'])}"
         for folder in heads
     ]
     return "\n".join([markdown_table(_POLICY_HEADER, rows), "", *lines])
@@ -383,7 +383,7 @@ def policy_rows(report: Report) -> list[tuple[str, ...]]:
         plan = DraftPlan(POLICIES[one.policy], one.num_speculative_tokens, num_modules)
         rates = figures.acceptance_rate_per_position
         rows.append((
-            *(head.name, str(num_modules), str(one.num_speculative_tokens), one.policy),
+            *(head_name(head), str(num_modules), str(one.num_speculative_tokens), one.policy),
             str(plan.num_rows_per_step),
             *_fault_percentages(one.audit),
             interval(figures.acceptance_length_micro),

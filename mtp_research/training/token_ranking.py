@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtp_research.config.ranges import OptionParser
 from mtp_research.config.training_schema import DataConfig
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.heads.draft_vocabulary import RANKING_FILE, write_ranking
 from mtp_research.models.target import load_target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.options import OptionParser
 from mtp_research.runtime.provenance import write_error
 from mtp_research.training.documents import load_head_documents, read_head_documents
 

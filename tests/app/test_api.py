@@ -250,6 +250,16 @@ def test_wrong_argument_is_one_error_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_object_in_place_of_a_path_is_a_type_error() -> None:
+def test_object_in_place_of_a_path_or_word_is_a_type_error() -> None:
     with pytest.raises(ArgumentTypeError):
         api.evaluate(object())
+    with pytest.raises(ArgumentTypeError, match="got one of type object; write it as on the"):
+        api.evaluate(None, settings={"spec.draft_length": [object()]})
+
+
+def test_faults_of_settings_name_keys_alone() -> None:
+    """Other calls than this one take them as arguments."""
+    for settings in ({"sampling.temperature": -1}, {"spec.k": 99}, {"engine.block_size": 0}):
+        with pytest.raises(ConfigError, match=next(iter(settings))) as refused:
+            api.evaluate(None, settings=settings)
+        assert refused.value.__notes__ == []

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from mtp_research import __main__ as entries
-from mtp_research.app import export_command
+from mtp_research.app import doctor, export_command, plan_command
 from mtp_research.app.cli import run_entry
 from mtp_research.config.schema import EvalConfig, ModelConfig, TrainConfig
 from mtp_research.config.training_schema import DataConfig
 from mtp_research.evaluation.run import evaluate
+from mtp_research.policy import simulate
 from mtp_research.pretrain import pretrain
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.runtime.files import run_lock
 from mtp_research.runtime.provenance import write_run_folder
-from mtp_research.studies import draw_report, fault_price, policy_matrix, regenerate
+from mtp_research.studies import draw_report, fault_price, policy_matrix, regenerate, tables
 from mtp_research.training import loop, setup
 
 NULL_HEAD = ["spec.head=null", "prompts.max_prompts=1"]
@@ -195,20 +196,80 @@ def test_evaluation_is_described_when_its_folder_is_known_to_take_it(
 @pytest.mark.parametrize(
     ("command", "words", "expected"),
     [
-        (regenerate.main, ["--target=t", "--output=o", "--temprature=0"], "--temperature"),
-        (export_command.main, ["--model=m", "--head=h", "--out=o", "--fro", "vllm"], "--for"),
-        (draw_report.main, ["folder", "--ouu", "page"], "--out"),
+        (regenerate.main, "--target=t --output=o --temprature=0", "--temperature"),
+        (export_command.main, "--model=m --head=h --out=o --fro vllm", "--for"),
+        (export_command.main, "--model m --heads h --out o", "--head"),  # not as one that lacks
+        (export_command.main, "--modle=m --head=h --out=o --for vlm", "--model"),
+        (draw_report.main, "folder --ouu page", "--out"),
+        (draw_report.main, "folder --ou page", "--out"),  # no short form of it
+        (simulate.trace_main, "--polcy eagle", "--policy"),
+        (simulate.main, "--round 3", "--rounds"),
+        (doctor.main, "--hlep", "--help"),
+        (plan_command.main, "model=lab_tiny --js", "--json"),
+        (tables.main, "--hepl policy folder", "--help"),
+        (tables.main, "policy folder --hepl", "--help"),
     ],
 )
 def test_an_option_that_is_not_there_is_told_with_those_near(
     command: Callable[[list[str]], object],
-    words: list[str],
+    words: str,
     expected: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    line = option_fault(command, words.split(), capsys)
+    assert line.startswith("error: unrecognized arguments: --")
+    assert f"; nearest: {expected}" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "expected"),
+    [
+        (export_command.main, "--model=m --head=h --out=o --for vlm", "vllm"),
+        (tables.main, "compar one other", "compare"),
+        (simulate.trace_main, "--policy egle", "eagle"),
+        (simulate.main, "--schedule cycl", "cycle"),
+    ],
+)
+def test_a_choice_that_is_not_there_is_told_with_those_near(
+    command: Callable[[list[str]], object],
+    words: str,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = option_fault(command, words.split(), capsys)
+    assert "invalid choice: " in line
+    assert f"; nearest: {expected}" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "page"),
+    [
+        (tables.main, "policy folder --k 3", "mtp tables policy"),
+        (tables.main, "policy", "mtp tables policy"),
+        (tables.main, "--k 3 policy folder", "mtp tables"),
+        (simulate.trace_main, "--script 9>Z", "mtp trace"),
+        (simulate.main, "--k 0", "mtp audit"),
+        (doctor.main, "more", "mtp doctor"),
+        (plan_command.main, "--k 3", "mtp plan"),
+    ],
+)
+def test_a_fault_of_options_names_the_page_that_lists_them(
+    command: Callable[[list[str]], object],
+    words: str,
+    page: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = option_fault(command, words.split(), capsys)
+    assert line.endswith(f"; {page} --help lists the options.\n")
+
+
+def option_fault(
+    command: Callable[[list[str]], object], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> str:
     with pytest.raises(SystemExit) as ended:
         command(words)
     assert ended.value.code == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "unrecognized arguments: --" in line
-    assert f"; nearest: {expected}" in line
+    line = capsys.readouterr().err
+    assert line.startswith("error: ")
+    assert line.count("\n") == 1
+    return line

@@ -123,7 +123,7 @@ _BAD_FIELDS: dict[str, Sequence[object]] = {
     "allowed_token_ids": ((), (1.5,), (200,), "x", (2**70,), ((5,),)),
     "bad_words": (((),), (5,), "ab", ((1.5,),), ((999,),), None, ("a",)),
     "logit_bias": (
-        *((5,), ((5.5, 1.0),), ((5, "x"),), ((5, math.nan),), ((5, 1.0), (5, 2.0)), {5: 1.0}),
+        *((5,), ((5.5, 1.0),), ((5, "x"),), ((5, math.nan),), ((5, 1.0), (5, 2.0)), {5: "x"}),
         *(((999, 1.0),), None, ((True, 1.0),), ((5, 1.0, 2.0),), ((5, 10**400),), ((-1, 1.0),)),
     ),
     "grammar": (5, "root ::= x", SamplingParams(), UnhashableGrammar("fill_bitmask")),
@@ -160,7 +160,7 @@ _ODD_FIELDS: dict[str, Sequence[object]] = {
     "temperature": (5e-324, 1e300, np.float32(0.7), torch.tensor(0.7), 1),
     "top_p": (1e-300,),
     "repetition_penalty": (1e300, 1e-300),
-    "logit_bias": (((5, 1e308),), ((5, -1e308), (6, 1e308)), [[np.int64(5), 1]]),
+    "logit_bias": (((5, 1e308),), ((5, -1e308), (6, 1e308)), [[np.int64(5), 1]], {5: 1.0}),
     "stop_token_ids": ((2**70,), (-1,), [5], np.array([5])),
     "bad_words": ([[5]],),
     "max_new_tokens": (0, np.int64(3)),

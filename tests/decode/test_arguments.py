@@ -7,13 +7,14 @@ import pytest
 
 from mtp_research.config.schema import EngineConfig, VerifyOptions
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft.draft_length import ConfidenceLength, FixedLength
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings, rule_name
 from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput, verify_greedy
 from mtp_research.decode.verify.verify_rules import RULES, Rule
 from mtp_research.models.target import Target
 from mtp_research.policy.fields import POLICIES
-from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.errors import ArgumentTypeError, ConfigError
 from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of
 
@@ -112,6 +113,67 @@ def test_name_of_something_else_than_a_rule_or_policy_is_refused(monkeypatch) ->
     monkeypatch.setitem(POLICIES, "mine", "eagle")
     with pytest.raises(ConfigError, match="policy='mine' must be the name of a HiddenPolicy, got"):
         SpecSettings(policy="mine")
+
+
+class TwoOrLess(FixedLength):
+    """As many drafts as it is told."""
+
+    answer: object = 2
+
+    def limits(self, num_speculative_tokens: int) -> range:
+        return range(min(3, num_speculative_tokens + 1))
+
+    def num_drafts(self, **_: object) -> object:
+        return self.answer
+
+
+def test_length_rule_of_ones_own_is_held_to_its_limits(target) -> None:
+    heads = tiny.tiny_heads(target)
+    for answer in (3, 1.5, None, -1):
+        rule = TwoOrLess()
+        object.__setattr__(rule, "answer", answer)
+        decoder = SpecDecoder(target, heads, spec=SpecSettings(draft_length=rule))
+        with pytest.raises(ConfigError, match=rf"TwoOrLess.* \[0, 1, 2\], got {answer}; let both"):
+            run(decoder)
+    records = run(SpecDecoder(target, heads, spec=SpecSettings(draft_length=TwoOrLess())))
+    assert {max(record.num_drafted_per_round) for record in records.values()} == {2}
+
+
+class NoKeeps:
+    limits = num_drafts = None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda _: SpecSettings(draft_length="confidence"),
+            "draft_length must be a rule .* of type",
+        ),
+        (lambda _: SpecSettings(draft_length=ConfidenceLength), "of type type; pass one"),
+        (lambda _: SpecSettings(draft_length=NoKeeps()), "with keeps, limits and num_drafts"),
+        (
+            lambda _: SpecSettings(verify_options={"x": 1}),
+            "must be of type VerifyOptions, got .* dict",
+        ),
+        (lambda target: SpecDecoder(target, spec={}), r"pass SpecSettings\(\.\.\.\)"),
+        (lambda target: SpecDecoder(target, engine={}), "engine must be of type EngineConfig"),
+        (lambda target: SpecDecoder(target, target), "heads must be of type MTPHeads"),
+        (
+            lambda target: SpecDecoder("folder"),
+            "target must be of type Target, got one of type str",
+        ),
+    ],
+)
+def test_argument_of_another_type_is_one_line(target, call, message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=message):
+        call(target)
+
+
+def test_list_of_sampling_parameters_names_the_call_that_takes_one_each(target) -> None:
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
+    with pytest.raises(ConfigError, match=r"call add_request\(prompt, sampling=\.\.\.\) and step"):
+        list(decoder.generate([[1], [2]], sampling=[SamplingParams(), SamplingParams()]))
 
 
 def test_generate_leaves_out_the_requests_of_others(target) -> None:

@@ -1,6 +1,7 @@
 """A bad request hurts nobody: each kind's fate, and the texts of the good ones beside it."""
 
 import asyncio
+import dataclasses
 import math
 
 import numpy as np
@@ -195,6 +196,15 @@ def test_numbers_of_numpy_and_torch_are_taken_as_plain_ones() -> None:
     assert type(sampling.temperature) is float
 
 
+def test_mapping_of_biases_is_kept_as_pairs() -> None:
+    mapped = SamplingParams(logit_bias={5: 2, np.int64(3): -1.0})
+    assert mapped.logit_bias == ((5, 2.0), (3, -1.0))
+    assert mapped == SamplingParams(logit_bias=((5, 2.0), (3, -1.0)))
+    assert dataclasses.replace(mapped, seed=1).logit_bias == mapped.logit_bias
+    with pytest.raises(ConfigError, match=r"token id of sampling\.logit_bias must be an integer"):
+        SamplingParams(logit_bias={"5": 2.0})
+
+
 def test_request_without_a_seed_gets_one_of_its_own_that_repeats_it(models) -> None:
     decoder = _decoder(models, deferred=False)
     sampling = SamplingParams(max_new_tokens=12, temperature=1.0, seed=None)
@@ -212,7 +222,7 @@ def test_request_without_a_seed_gets_one_of_its_own_that_repeats_it(models) -> N
         ({"top_k": 2.5}, r"sampling\.top_k must be an integer in 0\.\.1048576, got 2\.5 of type"),
         ({"temperature": math.nan}, r"sampling\.temperature must be a number in 0\.0\.\.1e\+300"),
         ({"stop_token_ids": "ab"}, r"sampling\.stop_token_ids must be a sequence of token ids"),
-        ({"logit_bias": {5: 1.0}}, r"sampling\.logit_bias must be \(token id, finite amount\)"),
+        ({"logit_bias": ((5,),)}, r"sampling\.logit_bias must be \(token id, finite amount\)"),
         ({"bad_words": ((1.5,),)}, r"token id of each of sampling\.bad_words must be an integer"),
     ],
 )

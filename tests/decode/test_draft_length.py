@@ -155,11 +155,20 @@ def test_prices_that_drafts_cannot_pay_end_drafting() -> None:
     assert rule.num_drafts(batch_size=1, recent=recent) == 0
 
 
+def test_batch_table_is_pairs_or_a_mapping() -> None:
+    assert BatchTableLength({1: 3, 8: 2}) == BatchTableLength(((1, 3), (8, 2)))
+    assert BatchTableLength({1: 3, 8: 2}).table == ((1, 3), (8, 2))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ConfidenceLength(1.1), r"spec.draft_p_min must be in \[0, 1\], got 1.1"),
         (lambda: ConfidenceLength(float("nan")), "spec.draft_p_min must be"),
+        (lambda: ConfidenceLength("0.3"), "got '0.3'"),
+        (lambda: BatchTableLength((1, 8)), r"got \(1, 8\)"),
+        (lambda: BatchTableLength({1: None}), "drafts >= 0"),
+        (lambda: ExpectedGainLength("0.1"), "got '0.1'"),
         (lambda: BatchTableLength(()), "spec.draft_table must map rising batch sizes"),
         (lambda: BatchTableLength(((2, 3),)), "from 1 on"),
         (lambda: BatchTableLength(((1, 3), (8, 1), (8, 2))), "rising"),

@@ -197,6 +197,17 @@ def test_copies_and_fields_of_an_output_do_not_drag_the_model_along(decoder) -> 
             _ = other.text
 
 
+def test_repr_of_a_request_is_one_line_that_tells_how_far_it_is(decoder) -> None:
+    request = decoder.add_request([5, 6, 7], sampling=SamplingParams(max_new_tokens=9))
+    assert repr(request) == "Request('request-0', 3 prompt tokens, 0 tokens, waiting)"
+    decoder.step()
+    num_tokens = len(request.output_token_ids)
+    assert repr(request) == f"Request('request-0', 3 prompt tokens, {num_tokens} tokens, running)"
+    while decoder.has_work:
+        decoder.step()
+    assert repr(request) == "Request('request-0', 3 prompt tokens, 9 tokens, length)"
+
+
 def test_reprs_are_one_short_line(decoder) -> None:
     outputs = list(decoder.generate([CODE, QUESTION], max_new_tokens=40))
     for value, expected in [

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.heads.record import conventions_phrase
+from mtp_research.heads.record import conventions_phrase, head_name
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads, save_heads
 from mtp_research.models.target import Target, load_target, target_hashes
@@ -200,6 +200,16 @@ def test_folder_of_a_run_names_the_heads_in_it(
     (tmp_path / "config.json").write_text("{}")  # a run describes itself
     with pytest.raises(ConfigError, match=f"got that of a run.*set spec.head={tmp_path}/head"):
         load_heads(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("runs/a/head", "a"), ("runs/head/ttt", "ttt"), ("head", "head"), ("../head", "head")],
+)
+def test_heads_are_called_by_their_folder_or_the_run_that_wrote_them(
+    folder: str, name: str
+) -> None:
+    assert head_name(folder) == head_name(Path(folder)) == name
 
 
 def test_cut_off_file_is_refused(heads: MTPHeads, target: Target, tmp_path: Path) -> None:

@@ -249,6 +249,14 @@ def test_ranks_with_requests_of_their_own_may_follow_their_own_clocks() -> None:
     compose_config(EvalConfig, ["model.tp_plan=data", "spec.draft_length=expected_gain"])
 
 
+def test_dtype_of_torch_stands_for_its_name(tmp_path: Path) -> None:
+    save(tmp_path)
+    for dtype in (torch.bfloat16, "bfloat16"):
+        assert load_target(tmp_path, dtype=dtype, device="cpu").dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"model\.dtype must be one of .*, got torch\.int8; "):
+        load_target(tmp_path, dtype=torch.int8, device="cpu")
+
+
 def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
     config = json.loads((save(tmp_path) / "config.json").read_text())
     classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,20 @@ def test_main_prints_one_table_of_all_folders(
     assert len(lines) == 2 + 4 + 2
     assert {line.count("|") for line in lines[:6]} == {lines[0].count("|")}
     assert lines[6:] == ["", f"heads chain_n3: {CONVENTIONS}"]
+
+
+def test_heads_of_two_runs_are_called_by_their_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("first", "second"):
+        head = tmp_path / name / "head"
+        shutil.copytree(HEAD, head)
+        write_results(tmp_path / name, report(audit=AUDIT, head=head))
+    assert main(["policy", str(tmp_path / "first"), str(tmp_path / "second")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split("|")[1].strip() for line in lines[2:6]]
+    assert rows == ["first", "first", "second", "second"]
+    assert lines[7:] == [f"heads first: {CONVENTIONS}", f"heads second: {CONVENTIONS}"]
 
 
 def test_main_refuses_missing_results_and_heads(

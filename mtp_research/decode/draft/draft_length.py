@@ -50,9 +50,9 @@ Source: stopping at a low draft probability as in llama.cpp (`p_min`) and transf
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 
 from mtp_research.runtime.errors import ConfigError
 
@@ -482,8 +482,9 @@ _FADING_BATCH = 0.95  # a check, of the most requests that ran: a batch fills up
 _LEAST_TEXTS = 7.0  # that ended, fading, before passes are left out: eight of late
 
 
+@runtime_checkable
 class DraftLength(Protocol):
-    """Decides how many drafts are made."""
+    """Decides how many drafts are made. `FixedLength` is the shortest example."""
 
     @property
     def keeps(self) -> "Callable[[Tensor], Tensor] | None":
@@ -495,7 +496,7 @@ class DraftLength(Protocol):
         ...
 
     def limits(self, num_speculative_tokens: int) -> Sequence[int]:
-        """What `num_drafts` may answer for K, the usual number first."""
+        """What `num_drafts` may answer for K, the usual one first: captured steps are for these."""
         ...
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
@@ -529,9 +530,9 @@ class ConfidenceLength:
     p_min: float
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.p_min <= 1.0:
+        if not (isinstance(self.p_min, int | float) and 0.0 <= self.p_min <= 1.0):
             raise ConfigError(
-                f"spec.draft_p_min must be in [0, 1], got {self.p_min}; set spec.draft_p_min=0.3."
+                f"spec.draft_p_min must be in [0, 1], got {self.p_min!r}; set spec.draft_p_min=0.3."
             )
 
     def limits(self, num_speculative_tokens: int) -> Sequence[int]:
@@ -552,30 +553,37 @@ class BatchTableLength:
     """A number of drafts by batch size: verification rows are free in small batches only.
 
     Attributes:
-        table: (least batch size, drafts) pairs with rising sizes, the first of them 1. Entry i
-            holds for batch sizes in `[table[i][0], table[i+1][0])`.
+        table: (least batch size, drafts) pairs with rising sizes, the first of them 1, or a mapping
+            of these. Entry i holds for batch sizes in `[table[i][0], table[i+1][0])`.
     """
 
-    table: tuple[tuple[int, int], ...]
+    table: tuple[tuple[int, int], ...] | Mapping[int, int]
     keeps = None
 
     def __post_init__(self) -> None:
-        sizes = [size for size, _ in self.table]
-        rising = all(low < high for low, high in itertools.pairwise(sizes))
-        if sizes[:1] != [1] or not rising or min(n for _, n in self.table) < 0:
+        try:
+            pairs = self.table.items() if isinstance(self.table, Mapping) else self.table
+            table = tuple((size, number) for size, number in pairs)
+            sizes = [size for size, _ in table]
+            rising = all(low < high for low, high in itertools.pairwise(sizes))
+            is_legal = sizes[:1] == [1] and rising and min(n for _, n in table) >= 0
+        except (TypeError, ValueError):  # no pairs of numbers
+            table, is_legal = (), False
+        if not is_legal:
             raise ConfigError(
                 "spec.draft_table must map rising batch sizes, from 1 on, to drafts >= 0, got "
-                f"{dict(self.table)}; set spec.draft_table={{1:3,32:1}}."
+                f"{self.table}; set spec.draft_table={{1:3,32:1}}."
             )
+        object.__setattr__(self, "table", table)
 
     def limits(self, num_speculative_tokens: int) -> Sequence[int]:
         """Every number of the table, none above K."""
-        numbers = {min(number, num_speculative_tokens) for _, number in self.table}
+        numbers = {min(number, num_speculative_tokens) for number in dict(self.table).values()}
         return sorted(numbers, reverse=True)
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         """The number of the largest batch size that is reached; never above K."""
-        entry = max(pair for pair in self.table if pair[0] <= max(batch_size, 1))
+        entry = max(pair for pair in dict(self.table).items() if pair[0] <= max(batch_size, 1))
         return min(entry[1], recent.plan.num_speculative_tokens)
 
 
@@ -599,9 +607,10 @@ class ExpectedGainLength:
     keeps = None
 
     def __post_init__(self) -> None:
-        if self.cost_ratio is not None and not self.cost_ratio >= 0.0:
+        ratio = self.cost_ratio
+        if ratio is not None and not (isinstance(ratio, int | float) and ratio >= 0.0):
             raise ConfigError(
-                f"spec.draft_cost_ratio must be >= 0, got {self.cost_ratio}; "
+                f"spec.draft_cost_ratio must be >= 0, got {ratio!r}; "
                 "set spec.draft_cost_ratio=null to measure it."
             )
 

@@ -11,7 +11,7 @@ Letters: V vocabulary.
 import functools
 import math
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, FrozenInstanceError, dataclass, field, fields, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args, runtime_checkable
@@ -87,7 +87,8 @@ class SamplingParams(SamplingOptions):
             draws a fresh one for each request, which its `sampling.seed` then tells.
         stop_token_ids: tokens that end the request; the stop token itself is emitted.
         dry_breaker_token_ids: no repetition reaches across these, and none of them is penalised.
-        logit_bias: (token id, finite amount added to its logit) pairs, each id once.
+        logit_bias: (token id, finite amount added to its logit) pairs, each id once, or a mapping
+            of token id to amount, which is kept as pairs.
         allowed_token_ids: only these may be emitted, at least one; None allows all.
         bad_words: token sequences that may not complete, in prompt or output; each at least one
             token.
@@ -218,8 +219,9 @@ def _read(item: "Field[object]", value: object) -> object:
 
 
 def _read_bias(value: object, key: str) -> tuple[tuple[int, float], ...]:
+    members = tuple(value.items()) if isinstance(value, Mapping) else _members(value, key)
     try:
-        pairs = [(token_id, amount) for token_id, amount in _members(value, key)]
+        pairs = [(token_id, amount) for token_id, amount in members]
     except (TypeError, ValueError):
         raise ConfigError(
             f"{key} must be (token id, finite amount) pairs, got a {type(value).__name__} of "

@@ -89,6 +89,14 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prefill_tokens = len(self.token_ids)
 
+    def __repr__(self) -> str:
+        """One line, of counts: the fields are pages."""
+        num_output_tokens = self.num_tokens - self.num_prompt_tokens
+        return (
+            f"Request({self.request_id!r}, {self.num_prompt_tokens} prompt tokens, "
+            f"{num_output_tokens} tokens, {self.finish_reason or self.status})"
+        )
+
     def note_round(self, *, num_drafted: int, num_emitted: int) -> int:
         """Count the verification of so many drafts, and time the first token.
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mtp_research.config.schema import OWN, SamplingConfig
@@ -26,6 +25,7 @@ from mtp_research.evaluation.report.stored import (
 )
 from mtp_research.evaluation.stats.speed import MAX_DRIFT
 from mtp_research.evaluation.stats.summary import ConditionSummary, baseline_of
+from mtp_research.heads.record import head_name
 from mtp_research.policy.fields import MATCHING_POLICY
 
 SweptPart = Literal["batch_size", "num_speculative_tokens", "temperature"]
@@ -93,12 +93,12 @@ class Entry:
 
     @property
     def head_label(self) -> str:
-        """Unroll and N of the heads where the file tells them, else the name of their folder."""
+        """Unroll and N of the heads where the file tells them, else `head_name` of their folder."""
         facts = self.head_facts
         if facts.get("unroll"):
             return printable(f"{facts['unroll']} N={facts.get('num_mtp_modules')}")
         head = self.summary.result.head or mapping(self.run.report.config, "spec").get("head")
-        return printable(Path(str(head)).name if head else "no head")
+        return printable(head_name(str(head)) if head else "no head")
 
     @property
     def is_match(self) -> bool:

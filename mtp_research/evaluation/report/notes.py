@@ -138,12 +138,14 @@ def _paragraphs(report: Report) -> list[str]:
 
 
 def head_conventions(record: Mapping[str, object]) -> dict[str, str]:
-    """Conventions of the heads of a run by name; none in files from before they were recorded."""
+    """Conventions of the heads of a run by name; none in files from before they were recorded.
+
+    The names are those of the conditions, which tell `a/head` from `b/head`.
+    """
     heads = record.get("heads")
-    known = heads.values() if isinstance(heads, Mapping) else ()
     return {
-        printable(str(facts.get("name"))): printable(str(facts["conventions"]), limit=_MAX_LINE)
-        for facts in known
+        printable(str(name)): printable(str(facts["conventions"]), limit=_MAX_LINE)
+        for name, facts in (heads.items() if isinstance(heads, Mapping) else ())
         if isinstance(facts, Mapping) and facts.get("conventions")
     }
 

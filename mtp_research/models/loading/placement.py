@@ -48,16 +48,17 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 elsewhere; else a key of `DTYPES`."""
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 elsewhere; else a key or value of `DTYPES`."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype not in DTYPES:
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if name not in DTYPES:
         raise ConfigError(
             f"model.dtype must be one of {sorted(['auto', *DTYPES])}, got {dtype!r}; "
             "set model.dtype=auto."
         )
-    return DTYPES[dtype]
+    return DTYPES[name]
 
 
 def auto_map(

@@ -34,6 +34,7 @@ def test_head_label_names_unroll_or_folder(chain: Report) -> None:
 
     assert label() == "chain N=3"
     assert label(run={}) == "chain"
+    assert label(run={}, config={"spec": {"head": "runs/long/head"}}) == "long"
     assert label(run={}, config={}) == "no head"
 
 

@@ -9,7 +9,12 @@ import pytest
 
 from mtp_research.evaluation.report import page
 from mtp_research.evaluation.report.grids import report_grids
-from mtp_research.evaluation.report.notes import headline, interval, note_paragraphs
+from mtp_research.evaluation.report.notes import (
+    head_conventions,
+    headline,
+    interval,
+    note_paragraphs,
+)
 from mtp_research.evaluation.report.stored import Report, build_report, last_line
 from mtp_research.evaluation.report.terminal import (
     print_report,
@@ -210,6 +215,12 @@ def test_notes_and_page_say_how_heads_are_run_where_the_file_knows():
         assert (page._settings(made).get("head conventions") == f"mine: {phrase}") == bool(facts)
     assert f"heads mine: {phrase}" in found["new"]
     assert "heads mine" not in found["old"]
+
+
+def test_conventions_of_two_heads_in_folders_of_one_name_are_both_told():
+    heads = {f"{run}/head": {"name": "head", "conventions": run} for run in ("first", "second")}
+    told = head_conventions({"heads": heads})
+    assert told == {"first/head": "first", "second/head": "second"}
 
 
 def test_length_rule_is_named_in_the_notes_and_a_fixed_number_is_not():
