@@ -22,6 +22,9 @@ class Alternating(FixedLength):
     def __init__(self) -> None:
         self._step = itertools.count()
 
+    def limits(self, num_speculative_tokens: int) -> tuple[int, ...]:
+        return (num_speculative_tokens, 0)
+
     def num_drafts(self, *, batch_size: int, recent: object) -> int:
         return 0 if next(self._step) // 4 % 2 else 2
 
