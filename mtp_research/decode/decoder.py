@@ -111,7 +111,7 @@ class SpecDecoder:
     ) -> None:
         spec = SpecSettings() if spec is None else spec
         engine = EngineConfig() if engine is None else engine
-        require_type("target", target, Target)
+        require_type("target", target, Target, call="load_target")
         check_heads(heads, spec=spec, engine=engine)
         plan = spec.plan(heads)
         self.target, self.spec, self.engine = target, spec, engine

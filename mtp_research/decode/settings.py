@@ -114,12 +114,12 @@ def _check_length_rule(rule: object) -> None:
         )
 
 
-def require_type(name: str, value: object, expected: type) -> None:
-    """Raise `ArgumentTypeError` where an argument is of another class."""
+def require_type(name: str, value: object, expected: type, *, call: str | None = None) -> None:
+    """Raise `ArgumentTypeError` where an argument is of another class than `call` makes."""
     if not isinstance(value, expected):
         raise ArgumentTypeError(
             f"{name} must be of type {expected.__name__}, got one of type {type(value).__name__}; "
-            f"pass {expected.__name__}(...)."
+            f"pass {call or expected.__name__}(...)."
         )
 
 
@@ -128,7 +128,7 @@ def check_heads(heads: Heads, *, spec: SpecSettings, engine: EngineConfig) -> No
     require_type("spec", spec, SpecSettings)
     require_type("engine", engine, EngineConfig)
     if not isinstance(heads, str | MTPHeads | None):
-        require_type("heads", heads, MTPHeads)
+        require_type("heads", heads, MTPHeads, call="load_heads")
     check_values(engine, section="engine")
     if isinstance(heads, str) and heads not in ("null", "oracle"):
         raise ConfigError(

@@ -158,10 +158,13 @@ class NoKeeps:
         ),
         (lambda target: SpecDecoder(target, spec={}), r"pass SpecSettings\(\.\.\.\)"),
         (lambda target: SpecDecoder(target, engine={}), "engine must be of type EngineConfig"),
-        (lambda target: SpecDecoder(target, target), "heads must be of type MTPHeads"),
+        (
+            lambda target: SpecDecoder(target, target),
+            r"heads must be of type MTPHeads, .*; pass load_heads\(\.\.\.\)\.",
+        ),
         (
             lambda target: SpecDecoder("folder"),
-            "target must be of type Target, got one of type str",
+            r"got one of type str; pass load_target\(\.\.\.\)\.",
         ),
     ],
 )

@@ -263,11 +263,10 @@ class RecentRounds:
     def rate(self, num_passes: int, batch_size: int, *, rows_a_token: float = 0.0) -> float:
         """Expected tokens a second of steps of `num_passes` passes.
 
-        They make the n that is best without prompts, which `num_drafts` would choose too (to look
-        for it beside prompts would double the work), and `rows_a_token` prompt rows come with each
-        token of output. All numbers of passes and drafts
-        take as much more than their price as steps do now: what was seen of another is of other
-        texts, or of none.
+        They make the n that is best without prompts, as `num_drafts` chooses it; to look for it
+        beside prompts would double the work. `rows_a_token` prompt rows come with each token of
+        output. All numbers of passes and drafts take as much more than their price as steps do now:
+        what was seen of another is of other texts, or of none.
         """
         times, mixed = self.times, StepKind(num_passes, True)
         usual = times.usual(self._kind(False)), times.usual(self._kind(True))
