@@ -175,21 +175,33 @@ def policy_matrices(found: Sequence[Entry]) -> list[PolicyMatrix]:
             by_setting.setdefault(entry.setting, []).append(entry)
     made = []
     for setting, members in by_setting.items():
-        heads = list(dict.fromkeys((entry.run.name, entry.head_label) for entry in members))
-        labels = [label for _, label in heads]
-        # Two runs with heads of one kind, such as two seeds, are told apart by the run.
-        names = {
-            (run, label): label if labels.count(label) == 1 else printable(f"{label}, {run}")
-            for run, label in heads
-        }
+        names = _head_names(members)
         by_policy = sorted((str(one.summary.result.policy), i) for i, one in enumerate(members))
-        cells = {
-            (names[members[i].run.name, members[i].head_label], printable(policy)): members[i]
-            for policy, i in by_policy
-        }
-        if len(heads) > 1:
+        cells = {(names[i], printable(policy)): members[i] for policy, i in by_policy}
+        if len(set(names)) > 1:
             made.append(PolicyMatrix(setting, cells))
     return made
+
+
+def _head_names(members: Sequence[Entry]) -> list[str]:
+    """A name for the heads of each entry.
+
+    Heads of one kind, such as two seeds, are told apart by their run, and by their own name where
+    one run has several.
+    """
+    heads = [
+        (entry.head_label, entry.run.name, str(entry.summary.result.head)) for entry in members
+    ]
+    names = []
+    for label, run, name in heads:
+        alike = [other[1:] for other in set(heads) if other[0] == label]
+        words = [label]
+        if any(other_run != run for other_run, _ in alike):
+            words.append(run)
+        if any(other_run == run and other != name for other_run, other in alike):
+            words.append(name)
+        names.append(printable(", ".join(words), limit=48))
+    return names
 
 
 def sweeps(found: Sequence[Entry], part: SweptPart) -> list[Sweep]:

@@ -59,3 +59,16 @@ def test_matrix_tells_two_heads_of_one_kind_apart_by_run(chain: Report) -> None:
         "chain N=3, seed0",
         "chain N=3, seed1",
     ]
+
+
+def test_matrix_tells_two_heads_of_one_kind_and_run_apart_by_their_names(chain: Report) -> None:
+    others = [
+        dataclasses.replace(one, result=dataclasses.replace(one.result, head="second/head"))
+        for one in chain.summaries
+    ]
+    both = dataclasses.replace(chain, summaries=[*chain.summaries, *others[1:]])
+    (matrix,) = policy_matrices(entries([Run("grid", both)]))
+    first = chain.summaries[1].result.head
+    rows = [f"chain N=3, {name}" for name in (first, "second/head")]
+    assert list(dict.fromkeys(row for row, _ in matrix.cells)) == rows
+    assert len(matrix.cells) == 4
