@@ -1,4 +1,4 @@
-"""Options of commands that take no keys: their parser, and a type of theirs.
+"""The parser of options such as `--out`, and a type of theirs.
 
 Only the standard library is imported, so `--help` stays instant.
 """

@@ -24,6 +24,8 @@ from mtp_research.studies import draw_report, fault_price, policy_matrix, regene
 from mtp_research.training import loop, setup
 
 NULL_HEAD = ["spec.head=null", "prompts.max_prompts=1"]
+Command = Callable[[list[str]], object]
+OptionFault = Callable[[Command, str], str]
 
 
 def never(config: object, output_dir: Path) -> None:
@@ -193,6 +195,22 @@ def test_evaluation_is_described_when_its_folder_is_known_to_take_it(
     assert json.loads((tmp_path / "config.json").read_text())["task"] == task
 
 
+@pytest.fixture
+def option_fault(capsys: pytest.CaptureFixture[str]) -> OptionFault:
+    """The one line that a command refuses words with."""
+
+    def refused(command: Command, words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            command(words.split())
+        assert ended.value.code == 2
+        line = capsys.readouterr().err
+        assert line.startswith("error: ")
+        assert line.count("\n") == 1
+        return line
+
+    return refused
+
+
 @pytest.mark.parametrize(
     ("command", "words", "expected"),
     [
@@ -211,12 +229,9 @@ def test_evaluation_is_described_when_its_folder_is_known_to_take_it(
     ],
 )
 def test_an_option_that_is_not_there_is_told_with_those_near(
-    command: Callable[[list[str]], object],
-    words: str,
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
+    option_fault: OptionFault, command: Command, words: str, expected: str
 ) -> None:
-    line = option_fault(command, words.split(), capsys)
+    line = option_fault(command, words)
     assert line.startswith("error: unrecognized arguments: --")
     assert f"; nearest: {expected}" in line
 
@@ -231,12 +246,9 @@ def test_an_option_that_is_not_there_is_told_with_those_near(
     ],
 )
 def test_a_choice_that_is_not_there_is_told_with_those_near(
-    command: Callable[[list[str]], object],
-    words: str,
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
+    option_fault: OptionFault, command: Command, words: str, expected: str
 ) -> None:
-    line = option_fault(command, words.split(), capsys)
+    line = option_fault(command, words)
     assert "invalid choice: " in line
     assert f"; nearest: {expected}" in line
 
@@ -254,22 +266,7 @@ def test_a_choice_that_is_not_there_is_told_with_those_near(
     ],
 )
 def test_a_fault_of_options_names_the_page_that_lists_them(
-    command: Callable[[list[str]], object],
-    words: str,
-    page: str,
-    capsys: pytest.CaptureFixture[str],
+    option_fault: OptionFault, command: Command, words: str, page: str
 ) -> None:
-    line = option_fault(command, words.split(), capsys)
+    line = option_fault(command, words)
     assert line.endswith(f"; {page} --help lists the options.\n")
-
-
-def option_fault(
-    command: Callable[[list[str]], object], words: list[str], capsys: pytest.CaptureFixture[str]
-) -> str:
-    with pytest.raises(SystemExit) as ended:
-        command(words)
-    assert ended.value.code == 2
-    line = capsys.readouterr().err
-    assert line.startswith("error: ")
-    assert line.count("\n") == 1
-    return line

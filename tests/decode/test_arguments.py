@@ -115,10 +115,11 @@ def test_name_of_something_else_than_a_rule_or_policy_is_refused(monkeypatch) ->
         SpecSettings(policy="mine")
 
 
+@dataclasses.dataclass(frozen=True)
 class TwoOrLess(FixedLength):
-    """As many drafts as it is told."""
+    """Says that it makes at most two drafts; what it answers is told."""
 
-    answer: object = 2
+    answer: object
 
     def limits(self, num_speculative_tokens: int) -> range:
         return range(min(3, num_speculative_tokens + 1))
@@ -130,12 +131,10 @@ class TwoOrLess(FixedLength):
 def test_length_rule_of_ones_own_is_held_to_its_limits(target) -> None:
     heads = tiny.tiny_heads(target)
     for answer in (3, 1.5, None, -1):
-        rule = TwoOrLess()
-        object.__setattr__(rule, "answer", answer)
-        decoder = SpecDecoder(target, heads, spec=SpecSettings(draft_length=rule))
+        decoder = SpecDecoder(target, heads, spec=SpecSettings(draft_length=TwoOrLess(answer)))
         with pytest.raises(ConfigError, match=rf"TwoOrLess.* \[0, 1, 2\], got {answer}; let both"):
             run(decoder)
-    records = run(SpecDecoder(target, heads, spec=SpecSettings(draft_length=TwoOrLess())))
+    records = run(SpecDecoder(target, heads, spec=SpecSettings(draft_length=TwoOrLess(2))))
     assert {max(record.num_drafted_per_round) for record in records.values()} == {2}
 
 

@@ -194,7 +194,7 @@ def _head_names(members: Sequence[Entry]) -> list[str]:
     ]
     names = []
     for label, run, name in heads:
-        alike = [other[1:] for other in set(heads) if other[0] == label]
+        alike = {other[1:] for other in heads if other[0] == label}
         words = [label]
         if any(other_run != run for other_run, _ in alike):
             words.append(run)

@@ -253,6 +253,7 @@ def read_checked(path: Path) -> Report:
     """The figures of a results file from its counters, which must give the figures it stores.
 
     Raises:
+        ConfigError: there is no such file.
         IntegrityError: not a results file, other formulas, or stored figures that its counters do
             not give; the message names the first of them.
     """
