@@ -642,8 +642,8 @@ class SpecDecoder:
             recent.run_passes(self.num_speculative_tokens)
         if isinstance(rule, ExpectedGainLength):
             chosen = rule.num_passes(
-                batch_size=len(running),
-                waiting=(request.num_tokens for request in self.scheduler.waiting),
+                running=running,
+                waiting=self.scheduler.waiting,
                 is_admitting=bool(admitted),
                 recent=recent,
             )

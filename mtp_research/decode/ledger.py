@@ -304,7 +304,7 @@ class Ledger:
     def _retire(self, request: Request) -> None:
         self.stats.records.append(record_of(request))
         if request.num_tokens > request.num_prompt_tokens:
-            self.recent.add_text()
+            self.recent.add_text(is_stopped=request.finish_reason is not FinishReason.LENGTH)
         if self.auditor is None:
             return
         in_flight = self.in_flight.entries if self.in_flight is not None else self.starting

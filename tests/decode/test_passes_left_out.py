@@ -5,9 +5,11 @@ Letters: K drafts per step, m passes of a step, n drafts of a step.
 
 import itertools
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from mtp_research.decode.draft.draft_length import (
     RoundCounts,
     StepKind,
     StepTimes,
+    TextsToCome,
 )
 from mtp_research.decode.draft.drafter import VerifiedStep
 from mtp_research.decode.graphs import decode_graphs, mixed_graphs
@@ -56,7 +59,7 @@ class Told(ExpectedGainLength):
         return recent.num_passes
 
     def num_passes(
-        self, *, batch_size: int, waiting: object, is_admitting: bool, recent: RecentRounds
+        self, *, running: object, waiting: object, is_admitting: bool, recent: RecentRounds
     ) -> int:
         return next(m for steps, m in reversed(self.told) if recent.num_steps >= steps)
 
@@ -290,19 +293,43 @@ def priced(one: tuple[float, float] = (0.5, 0.5), **changes: object) -> RecentRo
     recent.times.prices[ONE] = {4: {1: one[0]}, 8: {1: one[1]}}
     for counts in (recent.counts, recent.lasting_counts):  # 2.05 or 1.6 tokens
         counts.reached, counts.accepted = [1e9, 1e9, 1e9], [6e8, 5e8, 5e8]
-    recent.num_texts, recent.output_tokens = 8.0, 800.0
+    recent.output_tokens = 800.0
     for name, value in changes.items():
         setattr(recent, name, value)
     return recent
 
 
-def passes(recent: RecentRounds, *, num_waiting: int = 4, num_admitted: int = 0) -> int:
+@dataclass
+class Text:
+    """What the rule reads of a request: half of 100 tokens behind a prompt of 300 are written."""
+
+    num_written: int = 50
+    num_prompt_tokens: int = 300
+    most: int = 100
+    num_accepted_per_round: Sequence[int] = ()
+    num_drafted_per_round: Sequence[int] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_written
+
+    @property
+    def max_tokens(self) -> int:
+        return self.num_prompt_tokens + self.most
+
+
+def passes(
+    recent: RecentRounds, *, num_waiting: int = 4, num_admitted: int = 0, num_running: int = 8
+) -> int:
     """What the rule says of eight requests, and of prompts of 300 tokens that wait or begin."""
-    rule, waiting = ExpectedGainLength(), itertools.repeat(300, num_waiting)
     recent.add_admissions([200, 400] * (num_admitted // 2), is_queue=num_waiting > 0)
     recent.add_admissions([300] * (num_admitted % 2), is_queue=num_waiting > 0)
-    is_admitting = num_admitted > 0
-    return rule.num_passes(batch_size=8, waiting=waiting, is_admitting=is_admitting, recent=recent)
+    return ExpectedGainLength().num_passes(
+        running=[Text() for _ in range(num_running)],
+        waiting=(Text(num_written=0) for _ in range(num_waiting)),
+        is_admitting=num_admitted > 0,
+        recent=recent,
+    )
 
 
 def test_passes_are_left_out_for_less_time_of_what_is_in_sight() -> None:
@@ -312,11 +339,10 @@ def test_passes_are_left_out_for_less_time_of_what_is_in_sight() -> None:
     assert passes(recent, num_waiting=0) == K, "nobody waits: the batch is about to shrink"
     for seconds, expected in ((0.78, 1), (0.79, K)):  # 1.6 / .78 is 2.051, .79 2.025
         assert passes(priced((seconds, seconds))) == expected
-    # What four requests write in a batch of four: 2.05 / 1.6 = 1.28 times as long. What the other
-    # four and those that wait write in one of eight: .77 times as long, at twice the rate.
-    recent = priced((1.0, 0.6))
-    assert passes(recent, num_waiting=4) == K  # (1.28 + .77) / 2 = 1.025
-    assert passes(recent, num_waiting=8) == 1  # (1.28 + 1.5 * .77) / 2.5 = .97
+    # Until the last text has begun, in a batch of eight: .83 times as long. Then the eight end, in
+    # steps of eight and, from half of the time on, of four: there 1.28 times as long.
+    assert passes(priced((1.0, 0.65)), num_waiting=1) == K
+    assert passes(priced((1.0, 0.65)), num_waiting=8) == 1
 
 
 def test_six_percent_are_asked_for_where_nothing_drafts_any_more() -> None:
@@ -326,8 +352,13 @@ def test_six_percent_are_asked_for_where_nothing_drafts_any_more() -> None:
         assert passes(recent) == expected
 
 
-def test_passes_are_looked_at_now_and_then_once_texts_have_ended() -> None:
-    assert passes(priced(is_due=False)) == passes(priced(num_texts=6.9)) == K
+def test_passes_are_looked_at_now_and_then_once_rounds_were_seen() -> None:
+    assert passes(priced(is_due=False)) == K
+    recent = priced()
+    for rounds, expected in ((511.0, K), (512.0, 1)):
+        recent.lasting_counts.reached[0] = rounds
+        recent.lasting_counts.accepted[0] = 0.6 * rounds
+        assert passes(recent) == expected, "they tell what drafts are worth"
     recent = priced((9.0, 9.0), num_passes=1)
     assert passes(recent) == 1, "those left out would pay, but others wait"
     assert ExpectedGainLength().num_drafts(batch_size=8, recent=recent) == 1
@@ -344,7 +375,8 @@ def test_passes_run_again_once_half_of_the_batch_began_without_a_queue() -> None
     assert recent.num_passes == 1, "the decoder's to change"
     for seconds, expected in ((0.79, 1), (0.80, K)):  # 2.05 is 1.2 % above 1.6 / .79, .80 2.5 %
         assert said(priced((seconds, seconds), num_passes=1), 4) == [expected]
-    assert said(priced((0.9, 0.9), num_passes=1, num_texts=6.9), 8) == [1]
+    unknown = priced((0.9, 0.9), num_passes=1, lasting_counts=RoundCounts.none(K))
+    assert said(unknown, 8) == [1]
     assert said(priced(), 4) == [K]
     recent = priced(num_passes=0)
     recent.times.prices[StepKind(0, False)] = {8: {0: 0.4}}
@@ -352,7 +384,7 @@ def test_passes_run_again_once_half_of_the_batch_began_without_a_queue() -> None
 
 
 def test_drafts_and_passes_are_chosen_at_the_beginning_and_every_sixteenth_step() -> None:
-    recent, rule = priced(), ExpectedGainLength()
+    recent, rule = priced((9.0, 9.0)), ExpectedGainLength()
     looks, choices = [], []
 
     def noted(*_: object, **__: object) -> float:
@@ -410,8 +442,9 @@ def test_passes_that_come_back_make_their_drafts_at_once(models) -> None:
 def test_a_decoder_that_was_not_warmed_up_leaves_no_passes_out(models) -> None:
     """Nothing is priced: texts that wait behind many that ended change nothing."""
     decoder, _ = build(*models, ExpectedGainLength(), "training")
+    decoder.recent.add_rounds(600, num_drafted=K, num_accepted=0)
     run(decoder, PROMPTS * 8, sampling=SamplingParams(max_new_tokens=6))
-    assert decoder.recent.num_texts > 8
+    assert decoder.recent.lasting_counts.reached[0] > 512
     assert decoder.recent.num_passes == K
 
 
@@ -430,7 +463,7 @@ def test_what_is_known_of_drafts_stays_while_their_passes_are_left_out() -> None
     known = [counts.conditional_acceptance()[1:] for counts in both]
     for _ in range(20000):
         recent.add_rounds(8, num_drafted=1, num_accepted=1)
-        recent.add_text()
+        recent.add_text(is_stopped=False)
         recent.end_step(num_drafts=1, seconds=None, batch_size=8)
     assert min(counts.conditional_acceptance()[0] for counts in both) > 0.9
     assert [counts.conditional_acceptance()[1:] for counts in both] == known
@@ -443,29 +476,103 @@ def test_passes_are_decided_by_the_long_memory_and_drafts_by_the_short_one() -> 
     recent.times.prices[ALL] = {8: {n: 1.0 + 0.1 * n for n in range(4)}}
     for accepted, steps in ((K, 4000), (0, 100)):
         for _ in range(steps):
-            recent.add_rounds(8, num_drafted=K, num_accepted=accepted)
-            recent.add_text()
+            recent.add_rounds(80, num_drafted=K, num_accepted=accepted)
+            recent.add_text(is_stopped=False)
             recent.end_step(num_drafts=K, seconds=None, batch_size=8)
-    recent.num_texts, recent.output_tokens, recent.num_seen = 8.0, 800.0, 16
+    recent.output_tokens, recent.num_seen = 800.0, 16
     assert passes(recent) == K
     assert ExpectedGainLength().num_drafts(batch_size=8, recent=recent) == 0
     recent.lasting_counts = recent.counts
     assert passes(recent) == 1
 
 
-def test_texts_are_as_long_as_those_that_ended_once_many_have() -> None:
-    """Eight requests run, one token a step each, and one in 12 steps ends; the first at once."""
+def test_texts_end_as_often_as_they_did() -> None:
+    """Eight requests run, one token a step each, and one in 12 steps stops, of two that end."""
     recent = RecentRounds(DraftPlan(POLICIES["training"], K, 1))
-    lengths = []
     for step in range(40000):
         recent.add_step(0, num_decoding=8, num_passes=K, num_tokens=8)
-        if step >= 96 and step % 12 == 0:
-            recent.add_text()
-            lengths.append(recent.output_tokens / recent.num_texts)
-    assert lengths[0] > 700, "the first says little"
-    assert all(left > right for left, right in itertools.pairwise(lengths[:8]))
-    assert lengths[-1] == pytest.approx(8 * 12, rel=0.01)
-    assert recent.num_texts > 300, "however long they are, many ended of late"
+        if step % 6 == 0:
+            recent.add_text(is_stopped=step % 12 == 0)
+    texts = TextsToCome.like([Text(most=1 << 20)], recent)
+    assert texts.mean_length() == pytest.approx(96, rel=0.01)
+    assert recent.num_stopped > 150, "however long they are, many ended of late"
+
+
+@pytest.mark.parametrize("chance", [1e-8, 0.002, 0.03])
+def test_lengths_and_rests_are_those_of_texts_that_end_anywhere(chance: float) -> None:
+    """Summed up token by token: those that are left after each, and of these what is to come."""
+    texts = TextsToCome(chance, 100.0, np.ones((1, K + 1)))
+    left = [math.exp(-chance * token) for token in np.arange(100_000) / 1000]
+    length = sum(left) / 1000
+    assert texts.mean_length() == pytest.approx(length, rel=1e-3)
+    rest = sum(token * share for token, share in enumerate(left)) / 1e6 / length
+    assert texts.mean_rest() == pytest.approx(rest, rel=1e-3)
+    running = [Text(num_written=90), Text(num_written=100)]
+    assert texts.num_left(running) == pytest.approx(sum(left[:10_000]) / 1000, rel=1e-3)
+
+
+@pytest.mark.parametrize("chance", [1e-8, 0.03])
+@pytest.mark.parametrize("speeds", [(2.0,), (1.2, 3.0), (1.0, 1.0, 1.0, 4.0)])
+def test_batches_end_as_in_a_thousand_trials(chance: float, speeds: Sequence[float]) -> None:
+    """Slow texts are left, more of them had begun before, and few take as long as a bucket."""
+    recent = priced(num_passes=1)
+    recent.times.prices[ONE] = {size: {1: 1.0 + 0.1 * size} for size in (1, 2, 4, 8)}
+    texts = TextsToCome(chance, 100.0, np.array([[1.0, speed, 0.0, 0.0] for speed in speeds]))
+    rng, seconds = random.Random(0), 0.0
+    for _ in range(1000):
+        # A batch holds as many texts of a speed as it is looked at.
+        kinds = [rng.choice(speeds) for _ in range(8)]
+        rounds = sorted(_rest(rng, chance) / speed for speed in kinds)
+        for ended, (before, after) in enumerate(itertools.pairwise([0.0, *rounds])):
+            size = min(one for one in (1, 2, 4, 8) if one >= 8 - ended)
+            seconds += (after - before) * (1.0 + 0.1 * size) / 1000
+    assert texts.drain_seconds(1, 8, recent) == pytest.approx(seconds, rel=0.07)
+
+
+def _rest(rng: random.Random, chance: float) -> float:
+    """Tokens that a text of at most 100 lacks at a time at random."""
+    while True:  # a token of a text, longer texts have more of them
+        length, token = min(rng.expovariate(chance), 100.0), rng.uniform(0.0, 100.0)
+        if token < length:
+            return length - token
+
+
+def test_texts_are_known_by_their_rounds_and_four_of_all() -> None:
+    recent = priced()
+    made = [K] * 60
+    running = [
+        Text(),
+        Text(num_accepted_per_round=[0] * 12 + [K] * 48, num_drafted_per_round=made),
+        Text(num_accepted_per_round=[2] * 44, num_drafted_per_round=[K] * 44),
+        Text(num_accepted_per_round=[1] * 12, num_drafted_per_round=[1] * 12),
+    ]
+    found = TextsToCome.like(running, recent).tokens_a_round
+    alike = np.array([1.0, 1.6, 1.9, 2.05])  # .6, .3 and .15 more
+    np.testing.assert_allclose(found[0], alike, rtol=1e-6)
+    np.testing.assert_allclose(found[1], (48 * np.arange(1.0, 5.0) + 4 * alike) / 52, rtol=1e-6)
+    twos = np.array([1.0, 2.0, 3.0, 3.0])
+    np.testing.assert_allclose(found[2], (44 * twos + 4 * alike) / 48, rtol=1e-6)
+    one = 1.0 + (12 + 4 * 0.6) / 16
+    np.testing.assert_allclose(found[3], [1.0, one, one + 0.3, one + 0.45], rtol=1e-6)
+    many = [Text(num_accepted_per_round=[K], num_drafted_per_round=[K])] * 64
+    many[::2] = [Text()] * 32
+    np.testing.assert_allclose(TextsToCome.like(many, recent).tokens_a_round, [alike] * 32)
+    ends = [Text(most=40), Text(most=60)]
+    assert TextsToCome.like(ends, recent).most_tokens == 50
+    recent.num_stopped = 8.0
+    assert TextsToCome.like(ends, recent).chance == 0.01
+
+
+def test_slow_texts_at_the_end_ask_for_fewer_passes() -> None:
+    """All texts together accept as many drafts, but half of them none, and these end last."""
+    recent = priced((0.82, 0.82))  # 1.6 / .82 is 1.95 tokens a second, less than 2.05
+    alike = [Text() for _ in range(8)]
+    some = Text(num_accepted_per_round=[K] * 48, num_drafted_per_round=[K] * 48)
+    none = Text(num_accepted_per_round=[0] * 48, num_drafted_per_round=[K] * 48)
+    rule, waiting = ExpectedGainLength(), [Text(num_written=0)]
+    for running, expected in ((alike, K), ([some, none] * 4, 1)):
+        found = rule.num_passes(running=running, waiting=waiting, is_admitting=False, recent=recent)
+        assert found == expected
 
 
 def test_the_batch_is_all_that_runs(models) -> None:
@@ -473,8 +580,10 @@ def test_the_batch_is_all_that_runs(models) -> None:
     sizes = []
 
     class Noted(ExpectedGainLength):
-        def num_passes(self, *, batch_size: int, recent: RecentRounds, **_: object) -> int:
-            sizes.append((batch_size, len(decoder.scheduler.running)))
+        def num_passes(
+            self, *, running: Sequence[Request], recent: RecentRounds, **_: object
+        ) -> int:
+            sizes.append((len(running), len(decoder.scheduler.running)))
             return recent.num_passes
 
     decoder, _ = build(*models, Noted(), "training", mixed_batches=False)
@@ -604,22 +713,19 @@ def test_prompts_cost_what_the_steps_cost_that_hold_them() -> None:
     assert rate(6.0) == pytest.approx(fed * 1.6 / 6.0), "they took three times as long"
 
 
-def test_steps_of_a_mean_size_cost_the_mean_of_their_buckets() -> None:
-    """Where as many have each size: a step costs the smallest bucket that holds it."""
-    times = StepTimes()
-    kind = StepKind(1, True)
-    times.prices[kind] = {16: {1: 1.0}, 32: {1: 1.5}, 64: {1: 2.0}}
-
-    def price(mean_size: float) -> float:
-        return times.priced_beside_prompts(kind, 1, mean_size=mean_size, num_decoding=8, usual=1.0)
-
-    for low, high, bucket in ((1, 16, 16), (17, 32, 32), (33, 64, 64)):
-        assert price((low - 1 + high) / 2) == times.prices[kind][bucket][1]
-    assert price(20.0) == pytest.approx(1.375), "between 8 and 24, the middles"
-    assert [price(size) for size in (1.0, 56.0, 64.0)] == [1.0, 2.0, 2.0]
-    sizes = [2.0 + 0.1 * i for i in range(700)]
-    pairs = itertools.pairwise(map(price, sizes))
-    assert all(left <= right < left + 0.01 for left, right in pairs), "no jump for a row"
+def test_steps_of_any_size_cost_the_buckets_that_hold_them() -> None:
+    """Sixteen rows that decode, and prompt rows of which any step may have more, summed up."""
+    times, kind = StepTimes(), StepKind(1, True)
+    prices = {16: 1.0, 32: 1.5, 64: 2.0}
+    times.prices[kind] = {size: {1: price} for size, price in prices.items()}
+    for mean in (1.0, 12.0, 50.0):
+        rows = -mean * np.log((np.arange(10_000) + 0.5) / 10_000)
+        paid = [prices[min((s for s in prices if s >= 16 + n), default=64)] for n in rows]
+        step = MixedSteps(1.0, 8.0, mean)
+        found = times.priced_beside_prompts(kind, 1, step, is_full=False, usual=3.0)
+        assert found == pytest.approx(3.0 * sum(paid) / 10_000, rel=1e-3)
+        found = times.priced_beside_prompts(kind, 1, step, is_full=True, usual=3.0)
+        assert found == pytest.approx(3.0 * 2.0 * max((16 + mean) / 64, 1.0))
 
 
 def test_full_steps_cost_their_bucket() -> None:
@@ -678,50 +784,45 @@ def test_rows_of_fewer_drafts_are_fewer_beside_prompts() -> None:
     }
     recent.add_step(16, num_decoding=8, num_passes=K, num_tokens=8)
     shared = 8 * 1.6 / 16
-    expected = 8 * 1.6 / ((1.0 - shared) * 1.01 + shared * 1.0)
+    beside = 1.0 + math.exp((16 - 64) / 16) * (5.0 - 1.0)  # few steps have more than 64 rows
+    expected = 8 * 1.6 / ((1.0 - shared) * 1.01 + shared * beside)
     assert recent.rate(K, 8, rows_a_token=1.0) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_batch_that_fills_up_counts_as_large_as_one_was() -> None:
     """One pass pays for eight requests, and not for the four that run yet."""
     recent = priced((9.0, 0.3))
-    rule = ExpectedGainLength()
 
-    def said(batch_size: int, num_waiting: int) -> int:
-        waiting = itertools.repeat(300, num_waiting)
-        return rule.num_passes(
-            batch_size=batch_size, waiting=waiting, is_admitting=True, recent=recent
-        )
+    def said(num_running: int, num_waiting: int) -> int:
+        return passes(recent, num_running=num_running, num_waiting=num_waiting)
 
     assert said(4, 200) == K, "eight were never seen"
     assert said(8, 200) == said(4, 200) == 1
     asked = []
     recent.rate = lambda m, size, rows_a_token=0.0: asked.append((m, size, rows_a_token)) or 9.0 - m
     said(4, 2)
-    assert {size for _, size, _ in asked} == {6, 3}, "no more than there are"
-    # 300 tokens in a batch of half the size, and 300 others for the 600 rows that wait
-    assert {rows for *_, rows in asked} == {0.0, 2.0}
+    # No more than there are. Of the 400 tokens that are to come the six that drain write 300.
+    assert asked == [(m, 6, pytest.approx(600 / 100, rel=1e-3)) for m in (K, 1)]
     del recent.rate
     assert [said(4, 200) for _ in range(20)][-1] == K, "others wait, and no more run"
 
 
 def test_the_prompts_that_wait_are_in_sight() -> None:
-    """Of twelve texts of 100 tokens eight have prompts of 300 left to read: two rows a token."""
+    """Eight texts of 100 tokens and prompts of 300 begin while as much is written as they write."""
     asked = []
     recent = priced()
-    rate = recent.rate
-
-    def noted(num_passes: int, batch_size: int, *, rows_a_token: float = 0.0) -> float:
-        asked.append((num_passes, batch_size, rows_a_token))
-        return rate(num_passes, batch_size)
-
-    recent.rate = noted
+    recent.rate = lambda m, size, rows_a_token: asked.append((m, size, rows_a_token)) or 9.0 - m
     passes(recent, num_waiting=8)
-    assert sorted(asked) == [(1, 4, 0.0), (1, 8, 2.0), (K, 4, 0.0), (K, 8, 2.0)]
-    asked.clear()
-    recent.times.prices[ONE][8] = {1: 1.0}
-    assert passes(recent, num_waiting=8) == K
-    assert sorted(asked) == [(1, 8, 2.0), (K, 8, 2.0)], "half a batch asks for no fewer"
+    assert asked == [(m, 8, pytest.approx(2400 / 800, rel=1e-3)) for m in (K, 1)]
+    for running, num_tokens in ((0, 800 + 400), (99, 400)):  # before the drain: half at least
+        asked.clear()
+        ExpectedGainLength().num_passes(
+            running=[Text(num_written=running)] * 8,
+            waiting=[Text(num_written=0)] * 8,
+            is_admitting=False,
+            recent=recent,
+        )
+        assert asked[0][2] == pytest.approx(2400 / num_tokens, rel=0.02)
 
 
 def test_recent_steps_and_texts_are_counted() -> None:
@@ -730,17 +831,17 @@ def test_recent_steps_and_texts_are_counted() -> None:
     )
     recent.add_rounds(3, num_drafted=3, num_accepted=1)
     for num_prompt_rows in (10, 0, 20):
-        recent.add_text()
+        recent.add_text(is_stopped=num_prompt_rows < 20)
         recent.add_step(num_prompt_rows, num_decoding=4, num_passes=K, num_tokens=6)
     assert recent.num_seen == 3
     assert recent.mixed == {False: MixedSteps(1.5, 6.0, 25.0)}, "none of them was full"
     root = 2.0**-0.5
-    assert recent.num_texts == pytest.approx(1 + root + root**2)
+    assert recent.num_stopped == pytest.approx(root + root**2)
     assert recent.output_tokens == pytest.approx(6 * (1 + root + root**2))
     assert recent.lasting_counts.reached == pytest.approx([3 * root**3, 3 * root**3, 0])
     assert recent.counts.reached == [3, 3, 0], "no decode step has ended"
     recent.forget_texts()
-    assert (recent.num_texts, recent.output_tokens) == (0.0, 0.0)
+    assert (recent.num_stopped, recent.output_tokens) == (0.0, 0.0)
     assert recent.counts == recent.lasting_counts == RoundCounts.none(K)
 
 
@@ -769,19 +870,22 @@ def test_a_decoder_counts_its_steps_and_texts(models) -> None:
     assert recent.mixed == expected
     assert expected.keys() == {False, True}
     assert all(kind.num_decoding for kind in expected.values())
-    assert (recent.num_texts, recent.output_tokens) == (len(prompts), 12 * len(prompts))
+    assert (recent.num_stopped, recent.output_tokens) == (0.0, 12 * len(prompts))
     recent.forget_texts()
     decoder.abort(decoder.add_request(PROMPTS[0]))
-    assert recent.num_texts == 0, "it wrote nothing"
+    assert recent.num_stopped == 0, "it wrote nothing"
     request = decoder.add_request(PROMPTS[0], sampling=SamplingParams(max_new_tokens=12))
     while request.num_tokens == len(PROMPTS[0]):
         decoder.step()
     decoder.abort(request)
-    assert recent.num_texts == 1
+    assert recent.num_stopped == 1
     assert recent.output_tokens == request.num_tokens - len(PROMPTS[0]) < 12
+    ends = request.output_token_ids[:1]
+    run(decoder, PROMPTS[:1], sampling=SamplingParams(max_new_tokens=12, stop_token_ids=ends))
+    assert recent.num_stopped == 2
     recent.forget_texts()
     run(decoder, sampling=SamplingParams(max_new_tokens=0))
-    assert recent.num_texts == 0, "nothing was written"
+    assert recent.output_tokens == 0, "nothing was written"
 
 
 def test_prompts_may_take_the_rows_of_drafts_that_are_not_made(models) -> None:

@@ -48,6 +48,7 @@ Source: stopping at a low draft probability as in llama.cpp (`p_min`) and transf
 """
 
 import itertools
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,8 +58,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 from mtp_research.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
+    from mtp_research.decode.schedule.request import Request
     from mtp_research.policy.plan import DraftPlan
 
 _NUM_TIMES = 16  # latest step times kept for each n
@@ -152,10 +156,10 @@ class RecentRounds:
     num_seen: int = 0  # steps of any kind
     # recent steps with prompt rows: those that had every row that a step may have, and others
     mixed: "dict[bool, MixedSteps]" = field(default_factory=dict)
-    # long memory of texts that ended, and of tokens that were written to any. `output_tokens /
-    # num_texts` is the mean length in the long run, and more while few have ended: these are short
-    num_texts: float = field(init=False)
+    # long memory of tokens that were written to any text, and of texts that ended before they had
+    # as many as they may have; their ratio is the chance that a text ends at a token
     output_tokens: float = field(init=False)
+    num_stopped: float = field(init=False)
     last_num_drafts: int | None = None  # of the last step that the host knows
     num_drafts: int = field(init=False)  # n, drafts that a rule chose last
     num_passes: int = field(init=False)  # m, passes that steps run now
@@ -176,7 +180,7 @@ class RecentRounds:
         self.chosen_at = self.num_seen - _CHOICE_EVERY
         self.counts = RoundCounts.none(self.plan.num_speculative_tokens)
         self.lasting_counts = RoundCounts.none(self.plan.num_speculative_tokens)
-        self.num_texts = self.output_tokens = 0.0
+        self.output_tokens = self.num_stopped = 0.0
 
     def begin_step(self, *, is_new_batch: bool) -> None:
         """Find out whether this step chooses drafts and passes: the first of a batch does."""
@@ -217,10 +221,10 @@ class RecentRounds:
             self.num_unqueued += len(num_tokens)
             self.unqueued_tokens += sum(num_tokens)
 
-    def add_text(self) -> None:
-        """Count a text that ended, whatever ended it."""
+    def add_text(self, *, is_stopped: bool) -> None:
+        """Count a text that ended, before it had as many tokens as it may have or with them."""
         fading = _fading(self.half_life_texts)
-        self.num_texts = fading * self.num_texts + 1.0
+        self.num_stopped = fading * self.num_stopped + is_stopped
         self.output_tokens *= fading
         # Of passes that do not run nothing new is learnt: what was known of their drafts stays.
         self.lasting_counts.fade(fading, num_drafts=self.num_passes)
@@ -279,11 +283,8 @@ class RecentRounds:
         seconds, num_decoding = (1.0 - share) * costs[n], (1.0 - share) * batch_size
         for step in steps:
             size = step.num_decoding * (n + 1) + step.num_prompt_rows
-            if size >= self.max_rows:  # all of them are full, in the largest bucket
-                size = max(size, *times.prices[mixed])
-            priced = times.priced_beside_prompts(
-                mixed, n, mean_size=size, num_decoding=step.num_decoding, usual=usual[1]
-            )
+            is_full = size >= self.max_rows
+            priced = times.priced_beside_prompts(mixed, n, step, is_full=is_full, usual=usual[1])
             seconds += share * step.weight * priced
             num_decoding += share * step.weight * step.num_decoding
         return num_decoding * expected[n] / seconds
@@ -410,35 +411,43 @@ class StepTimes:
             for n, price in self._prices(kind, batch_size).items()
         }
 
-    def priced(self, kind: StepKind, *, batch_size: int, usual: float) -> dict[int, float]:
+    def priced(self, kind: StepKind, *, batch_size: float, usual: float) -> dict[int, float]:
         """Seconds of steps without prompt rows by number of drafts, if all overrun as is usual."""
         least, prices = self._least(kind, batch_size), self._prices(kind, batch_size)
         return {n: max(price * usual, least) for n, price in prices.items()}
 
+    def priced_at(
+        self, kind: StepKind, num_drafts: int, *, batch_sizes: "NDArray[np.float64]", usual: float
+    ) -> "NDArray[np.float64]":
+        """The same for one number of drafts, in batches of these sizes."""
+        import numpy as np
+
+        rows = sorted(self.prices[kind].items())
+        places = np.searchsorted([size for size, _ in rows[:-1]], batch_sizes)
+        prices = np.array([row[num_drafts] for _, row in rows])[places]
+        return np.maximum(prices * usual, self._host(kind) * (_HOST_REQUESTS + batch_sizes))
+
     def priced_beside_prompts(
-        self,
-        kind: StepKind,
-        num_drafts: int,
-        *,
-        mean_size: float,
-        num_decoding: float,
-        usual: float,
+        self, kind: StepKind, num_drafts: int, mean: "MixedSteps", *, is_full: bool, usual: float
     ) -> float:
-        """Mean seconds of steps with prompt rows, which have `mean_size` rows on the average.
+        """Mean seconds of steps with prompt rows that are like `mean` on the average, or all full.
 
-        A step costs what the smallest bucket costs that holds it: a staircase, with steps of up to
-        a fifth. Sizes vary about their mean, so the mean price has none: the price of a bucket is
-        that of the middle of the sizes that it holds, with straight lines between middles. What
-        exceeds the largest bucket costs in proportion.
+        A step costs what the smallest bucket costs that holds it, or the largest, which full ones
+        may exceed in proportion. Decoding rows are as many in each; of prompt rows any step may
+        have more, with the same chance for each further one.
         """
-        import numpy as np  # settings, and so --help, do without
-
-        prices = self.prices[kind]
-        sizes = sorted(prices)
-        middles = [(low + high) / 2 for low, high in itertools.pairwise([0, *sizes])]
-        price = np.interp(mean_size, middles, [prices[size][num_drafts] for size in sizes])
-        price *= max(mean_size / sizes[-1], 1.0)
-        return max(float(price) * usual, self._least(kind, num_decoding + 1))  # one more reads
+        prices = sorted(self.prices[kind].items())
+        largest, most = prices[-1][0], prices[-1][1][num_drafts]
+        num_rows = mean.num_decoding * (num_drafts + 1)
+        price, chance = 0.0, 1.0  # that a step is larger than the buckets so far
+        if is_full:
+            price = most * max((num_rows + mean.num_prompt_rows) / largest - 1.0, 0.0)
+        else:
+            for size, row in prices[:-1]:
+                larger = min(math.exp((num_rows - size) / mean.num_prompt_rows), 1.0)
+                price, chance = price + (chance - larger) * row[num_drafts], larger
+        price += chance * most
+        return max(price * usual, self._least(kind, mean.num_decoding + 1))  # one more reads
 
     def usual(self, kind: StepKind) -> float:
         """What the latest steps of a kind took in units as `overruns` has them; 1 if none did."""
@@ -446,11 +455,15 @@ class StepTimes:
         return self._overrun(max(keys, key=self.last_noted.__getitem__)) if keys else 1.0
 
     def _least(self, kind: StepKind, batch_size: float) -> float:
-        """What the host does in a step; where too few were seen, in one with prompts or without."""
+        """What the host does in a step."""
+        return self._host(kind) * (_HOST_REQUESTS + batch_size)
+
+    def _host(self, kind: StepKind) -> float:
+        """The same for each request; where too few were seen, of steps with prompts or without."""
         for has_prompts in (kind.has_prompts, not kind.has_prompts):
             times = self.host_seconds.get(has_prompts)
             if times is not None and (median := times.median()) is not None:
-                return median * (_HOST_REQUESTS + batch_size)
+                return median
         return 0.0
 
     def _overrun(self, key: tuple[StepKind, int]) -> float:
@@ -462,7 +475,7 @@ class StepTimes:
         last = self.last_noted.get(key)
         return last is None or self.num_noted - last > _REMEMBERED_STEPS
 
-    def _prices(self, kind: StepKind, size: int) -> dict[int, float]:
+    def _prices(self, kind: StepKind, size: float) -> dict[int, float]:
         """Of the smallest size that is not below this one, or of the largest."""
         prices = self.prices.get(kind)
         if not prices:
@@ -478,7 +491,11 @@ _NO_PASS_GAIN = 1.06  # for which all passes are left out
 _CHOICE_EVERY = 16  # steps; a choice of drafts in each would take the host 2 % of a short one
 _FIRST_LOOKS = 8  # at passes; later every fourth is taken
 _FADING_BATCH = 0.95  # a check, of the most requests that ran: a batch fills up within a few
-_LEAST_TEXTS = 7.0  # that ended, fading, before passes are left out: eight of late
+_LEAST_ROUNDS = 512.0  # that made drafts, fading, before passes are left out
+_LOOKED_AT = 32  # texts that run, at most, where it matters how they differ
+_ROUNDS_OF_ALL = 4.0  # as which the rates of all texts count among those of one
+_LATEST_ROUNDS = 48  # of each of them
+_PARTS_OF_A_DRAIN = 8  # into which the last rounds of a batch are cut
 
 
 @runtime_checkable
@@ -640,8 +657,8 @@ class ExpectedGainLength:
     def num_passes(
         self,
         *,
-        batch_size: int,
-        waiting: Iterable[int],
+        running: Sequence["Request"],
+        waiting: Iterable["Request"],
         is_admitting: bool,
         recent: RecentRounds,
     ) -> int:
@@ -650,25 +667,25 @@ class ExpectedGainLength:
         Fewer where that pays while texts wait (`_fewer_passes`): a look at the beginning of a batch
         and every 16 steps, and after eight looks that changed nothing every 64. More again where
         that pays once half of the batch began without a queue (`_more_passes`). Nothing changes
-        before eight texts have ended, whose outputs say how long others will be.
+        before 512 rounds have told what drafts are worth.
 
         Args:
-            batch_size: requests that run.
-            waiting: tokens of each text that waits.
+            running: requests that run.
+            waiting: requests that wait.
             is_admitting: whether a text begins in this step.
             recent: what was accepted, how long steps take, and who began without a queue.
         """
         kept = _FADING_BATCH if recent.is_due else 1.0
-        recent.most_running = max(batch_size, kept * recent.most_running)
-        if recent.num_texts < _LEAST_TEXTS:
+        recent.most_running = max(len(running), kept * recent.most_running)
+        if recent.lasting_counts.reached[0] < _LEAST_ROUNDS:
             return recent.num_passes
         is_less = recent.num_passes < recent.plan.num_speculative_tokens
-        if is_less and is_admitting and 2 * recent.num_unqueued >= batch_size:
-            return _more_passes(batch_size, recent)
-        if recent.is_due and (prompts := list(waiting)):
+        if is_less and is_admitting and 2 * recent.num_unqueued >= len(running):
+            return _more_passes(running, recent)
+        if recent.is_due and (requests := list(waiting)):
             recent.num_looks += 1
             if recent.num_looks <= _FIRST_LOOKS or recent.num_looks % 4 == 0:
-                return _fewer_passes(batch_size, prompts, recent)
+                return _fewer_passes(running, requests, recent)
         return recent.num_passes
 
 
@@ -676,45 +693,135 @@ def _fading(half_life: float) -> float:
     return 0.5 ** (1.0 / half_life)
 
 
-def _fewer_passes(batch_size: int, waiting: Sequence[int], recent: RecentRounds) -> int:
+def _fewer_passes(
+    running: Sequence["Request"], waiting: Sequence["Request"], recent: RecentRounds
+) -> int:
     """As many passes as now, or the fewer that pay best while texts wait.
 
     Those left out are so for the requests that run now and for those that follow them; once nobody
-    waits the batch shrinks, where more drafts pay. So fewer passes must take less time for all that
-    is in sight, the prompts and outputs of those that wait included: half of what a batch writes in
-    one half as large, all else in a batch as large as was seen, which may be filling up. All
-    passes are left out for 6 % alone: then nothing tells any more what drafts are worth.
+    waits the batch drains, where other numbers pay. So fewer passes must take less time for all
+    that is in sight: until the last text has begun, prompts included, in a batch as large as was
+    seen, which may be filling up, and then until that batch has ended. All passes are left out for
+    6 % alone: then nothing tells any more what drafts are worth.
     """
     now = recent.num_passes
     fewer = {kind.num_passes for kind in recent.times.prices if kind.num_passes < now}
     if not fewer:
         return now
-    num_texts = batch_size + len(waiting)
-    batch_size = min(num_texts, round(recent.most_running))
-    length, half = recent.output_tokens / recent.num_texts, max(batch_size // 2, 1)
-    tokens = (num_texts - batch_size / 2) * length, batch_size / 2 * length
-    rows_a_token = sum(waiting) / tokens[0]
-    rates = {m: recent.rate(m, batch_size, rows_a_token=rows_a_token) for m in (now, *fewer)}
-    if max(rates, key=rates.__getitem__) == now:  # drafts pay more in half a batch: no look at one
-        return now
-    taken = {
-        m: (tokens[0] / rate + tokens[1] / recent.rate(m, half)) * (1.0 if m else _NO_PASS_GAIN)
-        for m, rate in rates.items()
-    }
+    texts = TextsToCome.like(running, recent)
+    batch_size = min(len(running) + len(waiting), round(recent.most_running))
+    to_begin = len(waiting) * texts.mean_length()
+    before_drain = to_begin + texts.num_left(running) - batch_size * texts.mean_rest()
+    num_tokens = max(before_drain, to_begin / 2)  # texts that run may be younger than at random
+    rows_a_token = sum(request.num_tokens for request in waiting) / num_tokens
+
+    def seconds(num_passes: int) -> float:
+        rate = recent.rate(num_passes, batch_size, rows_a_token=rows_a_token)
+        taken = num_tokens / rate + texts.drain_seconds(num_passes, batch_size, recent)
+        return taken if num_passes else taken * _NO_PASS_GAIN
+
+    taken = {m: seconds(m) for m in (now, *fewer)}
     return min(taken, key=lambda m: (taken[m], -m))
 
 
-def _more_passes(batch_size: int, recent: RecentRounds) -> int:
+@dataclass(frozen=True)
+class TextsToCome:
+    """Texts like those that run.
+
+    A text ends at any token with the same chance, or once it has as many as it may have. Some have
+    more drafts accepted than others throughout: at the end of a batch the slow ones are left.
+    """
+
+    chance: float  # p, that a text ends at a token, > 0
+    most_tokens: float  # M, of a text
+    tokens_a_round: "NDArray[np.float64]"  # `[S, K+1]`, of S texts by the number of drafts
+
+    @classmethod
+    def like(cls, running: Sequence["Request"], recent: RecentRounds) -> "TextsToCome":
+        """Like at most 32 of those that run: their latest 48 rounds, and 4 as all texts have them.
+
+        So a text that has just begun is one like all.
+        """
+        import numpy as np  # settings, and so --help, do without
+
+        looked_at = running[:: -(-len(running) // _LOOKED_AT)]
+        num_drafts = recent.plan.num_speculative_tokens
+        made = _counts((one.num_drafted_per_round for one in looked_at), most=num_drafts)
+        accepted = _counts((one.num_accepted_per_round for one in looked_at), most=num_drafts)
+        # Rounds that made draft 1..K at least, and those that accepted it.
+        made, accepted = (counts[:, :0:-1].cumsum(axis=1)[:, ::-1] for counts in (made, accepted))
+        chances = recent.lasting_counts.conditional_acceptance()
+        rates = (accepted + _ROUNDS_OF_ALL * np.cumprod(chances)) / (made + _ROUNDS_OF_ALL)
+        tokens = np.ones((len(looked_at), num_drafts + 1))
+        tokens[:, 1:] += rates.cumsum(axis=1)
+        most = [max(one.max_tokens - one.num_prompt_tokens, 1) for one in looked_at]
+        most_tokens = statistics.fmean(most)
+        chance = max(recent.num_stopped / recent.output_tokens, 1e-6 / most_tokens)
+        return cls(chance, most_tokens, tokens)
+
+    def mean_length(self, most_tokens: float | None = None) -> float:
+        """Tokens of a text, or of the rest of one that may have so many more."""
+        most = self.most_tokens if most_tokens is None else most_tokens
+        return -math.expm1(-self.chance * most) / self.chance
+
+    def mean_rest(self) -> float:
+        """Tokens that a text lacks at a time at random."""
+        return 1.0 / self.chance - self.most_tokens * (1.0 / self._ended - 1.0)
+
+    def num_left(self, running: Sequence["Request"]) -> float:
+        """Tokens that texts which run lack."""
+        return sum(self.mean_length(one.max_tokens - one.num_tokens) for one in running)
+
+    def drain_seconds(self, num_passes: int, batch_size: int, recent: RecentRounds) -> float:
+        """Seconds of steps until a batch has ended each of whose texts is at a time at random.
+
+        They make the n that is best in half of the batch.
+        """
+        import numpy as np
+
+        times, kind = recent.times, StepKind(num_passes, False)
+        usual = times.usual(StepKind(recent.num_passes, False))
+        costs = times.priced(kind, batch_size=max(batch_size // 2, 1), usual=usual)
+        mean = self.tokens_a_round.mean(axis=0)
+        n = max(costs, key=lambda number: (mean[number] / costs[number], -number))
+        tokens = self.tokens_a_round[:, n]
+        num_rounds = self.most_tokens / tokens.min()
+        rounds = num_rounds * (np.arange(_PARTS_OF_A_DRAIN) + 0.5) / _PARTS_OF_A_DRAIN
+        left = (np.exp(-self.chance * np.outer(rounds, tokens)) - 1.0) / self._ended + 1.0
+        shares = left.clip(0.0).mean(axis=1)  # of the texts, after so many rounds
+        goes_on = 1.0 - (1.0 - shares) ** batch_size  # the chance that any is left
+        sizes = batch_size * shares / np.maximum(goes_on, 1e-9)
+        seconds = times.priced_at(kind, n, batch_sizes=sizes, usual=usual)
+        return num_rounds / _PARTS_OF_A_DRAIN * float(goes_on @ seconds)
+
+    @property
+    def _ended(self) -> float:
+        """Share of the texts that end before they have as many tokens as they may have."""
+        return -math.expm1(-self.chance * self.most_tokens)
+
+
+def _counts(rounds: Iterable[Sequence[int]], *, most: int) -> "NDArray[np.int64]":
+    """How many of the latest rounds of each text have 0..most drafts, `[S, most+1]`."""
+    import numpy as np
+
+    latest = [one[-_LATEST_ROUNDS:] for one in rounds]
+    numbers = np.frombuffer(bytes(itertools.chain.from_iterable(latest)), np.uint8)
+    rows = np.repeat(np.arange(len(latest)) * (most + 1), [len(one) for one in latest])
+    counts = np.bincount(rows + numbers, minlength=len(latest) * (most + 1))
+    return counts.reshape(len(latest), most + 1)
+
+
+def _more_passes(running: Sequence["Request"], recent: RecentRounds) -> int:
     """As many passes as now, or the more that pay best if texts go on to come as of late.
 
     Those that run lack the draft KV of more passes and gain nothing, so it is for a time in which
     half of the batch began without a queue: the last prompts of many are few.
     """
     now = recent.num_passes
-    length = recent.output_tokens / recent.num_texts
+    length = TextsToCome.like(running, recent).mean_length()
     rows_a_token = recent.unqueued_tokens / (recent.num_unqueued * length)
     rates = {
-        m: recent.rate(m, batch_size, rows_a_token=rows_a_token)
+        m: recent.rate(m, len(running), rows_a_token=rows_a_token)
         for m in {kind.num_passes for kind in recent.times.prices}
         if m >= now
     }
