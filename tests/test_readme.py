@@ -418,6 +418,12 @@ def test_speed_of_lab_base_at_larger_batches_in_results_is_computed_again() -> N
         assert len(times[0]) == 20
         ratios = [after / before for before, after in zip(*times, strict=True)]
         longer.append(f"{100 * statistics.median(ratios) - 100:.1f}")
+        rates = [one.end_to_end.value for one in drafting]
+        if batch == 64:
+            assert max(rates) == rates[1]
+            assert f"K = 2 is {100 * rates[1] / rates[3] - 100:.1f} % faster" in page
+        else:
+            assert rates[3] > 0.98 * max(rates)
     assert "{} of the median at batch 32, {} at 64 and {} at 128".format(*spreads) in page
     assert "took {} and {} % longer than the pass of K = 3".format(*longer) in page
 
