@@ -27,6 +27,7 @@ from mtp_research.decode.draft.draft_length import (
     StepKind,
     StepTimes,
     TextsToCome,
+    tokens_a_round,
 )
 from mtp_research.decode.draft.drafter import VerifiedStep
 from mtp_research.decode.graphs import decode_graphs, mixed_graphs
@@ -293,7 +294,7 @@ def priced(one: tuple[float, float] = (0.5, 0.5), **changes: object) -> RecentRo
     recent.times.prices[ONE] = {4: {1: one[0]}, 8: {1: one[1]}}
     for counts in (recent.counts, recent.lasting_counts):  # 2.05 or 1.6 tokens
         counts.reached, counts.accepted = [1e9, 1e9, 1e9], [6e8, 5e8, 5e8]
-    recent.output_tokens = 800.0
+    recent.output_tokens, recent.num_rounds = 800.0, 512
     for name, value in changes.items():
         setattr(recent, name, value)
     return recent
@@ -308,6 +309,7 @@ class Text:
     most: int = 100
     num_accepted_per_round: Sequence[int] = ()
     num_drafted_per_round: Sequence[int] = ()
+    num_full_passes: int = 1 << 30
 
     @property
     def num_tokens(self) -> int:
@@ -355,10 +357,12 @@ def test_six_percent_are_asked_for_where_nothing_drafts_any_more() -> None:
 def test_passes_are_looked_at_now_and_then_once_rounds_were_seen() -> None:
     assert passes(priced(is_due=False)) == K
     recent = priced()
-    for rounds, expected in ((511.0, K), (512.0, 1)):
-        recent.lasting_counts.reached[0] = rounds
-        recent.lasting_counts.accepted[0] = 0.6 * rounds
+    recent.num_rounds = 0
+    for count, made, expected in ((511, K, K), (9, 0, K), (1, 1, 1)):
+        recent.add_rounds(count, num_drafted=made, num_accepted=0)
         assert passes(recent) == expected, "they tell what drafts are worth"
+    recent.add_text(is_stopped=False)
+    assert passes(recent) == 1
     recent = priced((9.0, 9.0), num_passes=1)
     assert passes(recent) == 1, "those left out would pay, but others wait"
     assert ExpectedGainLength().num_drafts(batch_size=8, recent=recent) == 1
@@ -375,8 +379,7 @@ def test_passes_run_again_once_half_of_the_batch_began_without_a_queue() -> None
     assert recent.num_passes == 1, "the decoder's to change"
     for seconds, expected in ((0.79, 1), (0.80, K)):  # 2.05 is 1.2 % above 1.6 / .79, .80 2.5 %
         assert said(priced((seconds, seconds), num_passes=1), 4) == [expected]
-    unknown = priced((0.9, 0.9), num_passes=1, lasting_counts=RoundCounts.none(K))
-    assert said(unknown, 8) == [1]
+    assert said(priced((0.9, 0.9), num_passes=1, num_rounds=511), 8) == [1]
     assert said(priced(), 4) == [K]
     recent = priced(num_passes=0)
     recent.times.prices[StepKind(0, False)] = {8: {0: 0.4}}
@@ -444,7 +447,7 @@ def test_a_decoder_that_was_not_warmed_up_leaves_no_passes_out(models) -> None:
     decoder, _ = build(*models, ExpectedGainLength(), "training")
     decoder.recent.add_rounds(600, num_drafted=K, num_accepted=0)
     run(decoder, PROMPTS * 8, sampling=SamplingParams(max_new_tokens=6))
-    assert decoder.recent.lasting_counts.reached[0] > 512
+    assert decoder.recent.num_rounds > 512
     assert decoder.recent.num_passes == K
 
 
@@ -476,10 +479,10 @@ def test_passes_are_decided_by_the_long_memory_and_drafts_by_the_short_one() -> 
     recent.times.prices[ALL] = {8: {n: 1.0 + 0.1 * n for n in range(4)}}
     for accepted, steps in ((K, 4000), (0, 100)):
         for _ in range(steps):
-            recent.add_rounds(80, num_drafted=K, num_accepted=accepted)
+            recent.add_rounds(8, num_drafted=K, num_accepted=accepted)
             recent.add_text(is_stopped=False)
             recent.end_step(num_drafts=K, seconds=None, batch_size=8)
-    recent.output_tokens, recent.num_seen = 800.0, 16
+    recent.output_tokens, recent.num_rounds, recent.num_seen = 800.0, 512, 16
     assert passes(recent) == K
     assert ExpectedGainLength().num_drafts(batch_size=8, recent=recent) == 0
     recent.lasting_counts = recent.counts
@@ -501,7 +504,7 @@ def test_texts_end_as_often_as_they_did() -> None:
 @pytest.mark.parametrize("chance", [1e-8, 0.002, 0.03])
 def test_lengths_and_rests_are_those_of_texts_that_end_anywhere(chance: float) -> None:
     """Summed up token by token: those that are left after each, and of these what is to come."""
-    texts = TextsToCome(chance, 100.0, np.ones((1, K + 1)))
+    texts = TextsToCome(chance, 100.0)
     left = [math.exp(-chance * token) for token in np.arange(100_000) / 1000]
     length = sum(left) / 1000
     assert texts.mean_length() == pytest.approx(length, rel=1e-3)
@@ -511,22 +514,47 @@ def test_lengths_and_rests_are_those_of_texts_that_end_anywhere(chance: float) -
     assert texts.num_left(running) == pytest.approx(sum(left[:10_000]) / 1000, rel=1e-3)
 
 
-@pytest.mark.parametrize("chance", [1e-8, 0.03])
+@pytest.mark.parametrize("chance", [1e-8, 0.03, 0.3])
 @pytest.mark.parametrize("speeds", [(2.0,), (1.2, 3.0), (1.0, 1.0, 1.0, 4.0)])
-def test_batches_end_as_in_a_thousand_trials(chance: float, speeds: Sequence[float]) -> None:
+@pytest.mark.parametrize("usual", [1.0, 2.5])
+def test_batches_end_as_in_a_thousand_trials(
+    chance: float, speeds: Sequence[float], usual: float
+) -> None:
     """Slow texts are left, more of them had begun before, and few take as long as a bucket."""
     recent = priced(num_passes=1)
     recent.times.prices[ONE] = {size: {1: 1.0 + 0.1 * size} for size in (1, 2, 4, 8)}
-    texts = TextsToCome(chance, 100.0, np.array([[1.0, speed, 0.0, 0.0] for speed in speeds]))
+    for _ in range(8):
+        recent.times.note(ONE, 1, size=8, batch_size=8, seconds=1.8 * usual)
+    rounds = np.array([[1.0, speed, 0.0, 0.0] for speed in speeds])
     rng, seconds = random.Random(0), 0.0
     for _ in range(1000):
-        # A batch holds as many texts of a speed as it is looked at.
         kinds = [rng.choice(speeds) for _ in range(8)]
-        rounds = sorted(_rest(rng, chance) / speed for speed in kinds)
-        for ended, (before, after) in enumerate(itertools.pairwise([0.0, *rounds])):
+        ends = sorted(_rest(rng, chance) / speed for speed in kinds)
+        for ended, (before, after) in enumerate(itertools.pairwise([0.0, *ends])):
             size = min(one for one in (1, 2, 4, 8) if one >= 8 - ended)
-            seconds += (after - before) * (1.0 + 0.1 * size) / 1000
-    assert texts.drain_seconds(1, 8, recent) == pytest.approx(seconds, rel=0.07)
+            seconds += (after - before) * (1.0 + 0.1 * size) * usual / 1000
+    found = TextsToCome(chance, 100.0).drain_seconds(1, 8, rounds, recent)
+    assert found == pytest.approx(seconds, rel=0.1)
+
+
+def test_a_high_limit_changes_nothing_of_how_short_texts_end() -> None:
+    recent, rounds = priced(), np.array([[1.0, 1.2, 1.4, 1.5], [1.0, 2.0, 2.6, 3.0]])
+    first, *others = (
+        TextsToCome(0.01, limit).drain_seconds(K, 8, rounds, recent) for limit in (1e3, 1e4, 1e6)
+    )
+    assert others == pytest.approx([first] * 2, rel=0.01)
+
+
+def test_a_batch_that_ends_makes_the_drafts_that_are_best_in_half_of_it() -> None:
+    """Three, which cost nothing in four requests; in eight they cost 2.2 for 2.05 tokens."""
+    recent, rounds = priced(), np.array([[1.0, 1.6, 1.9, 2.05]])
+    recent.times.prices[ALL] = {4: dict.fromkeys(range(4), 1.0), 8: {0: 1.0, 1: 9, 2: 9, 3: 2.2}}
+    rest = TextsToCome(1e-8, 100.0)
+    # For half of the rounds more than four are left, and at the end a ninth has none.
+    expected = 100 / 2.05 * (2.2 / 2 + 1.0 / 2 - 1.0 / 9)
+    assert rest.drain_seconds(K, 8, rounds, recent) == pytest.approx(expected, rel=0.02)
+    recent.times.prices[ALL][4] = {0: 1.0, 1: 9.0, 2: 9.0, 3: 9.0}
+    assert rest.drain_seconds(K, 8, rounds, recent) == pytest.approx(100 * 8 / 9, rel=0.01)
 
 
 def _rest(rng: random.Random, chance: float) -> float:
@@ -546,7 +574,7 @@ def test_texts_are_known_by_their_rounds_and_four_of_all() -> None:
         Text(num_accepted_per_round=[2] * 44, num_drafted_per_round=[K] * 44),
         Text(num_accepted_per_round=[1] * 12, num_drafted_per_round=[1] * 12),
     ]
-    found = TextsToCome.like(running, recent).tokens_a_round
+    found = tokens_a_round(running, recent)
     alike = np.array([1.0, 1.6, 1.9, 2.05])  # .6, .3 and .15 more
     np.testing.assert_allclose(found[0], alike, rtol=1e-6)
     np.testing.assert_allclose(found[1], (48 * np.arange(1.0, 5.0) + 4 * alike) / 52, rtol=1e-6)
@@ -554,13 +582,18 @@ def test_texts_are_known_by_their_rounds_and_four_of_all() -> None:
     np.testing.assert_allclose(found[2], (44 * twos + 4 * alike) / 48, rtol=1e-6)
     one = 1.0 + (12 + 4 * 0.6) / 16
     np.testing.assert_allclose(found[3], [1.0, one, one + 0.3, one + 0.45], rtol=1e-6)
+    # Its other passes made drafts without the draft KV of its first rounds.
+    lacking = Text(num_accepted_per_round=[1] * 6 + [K] * 6, num_drafted_per_round=[K] * 12)
+    lacking.num_full_passes = 1
+    np.testing.assert_allclose(tokens_a_round([lacking], recent)[0], found[3])
     many = [Text(num_accepted_per_round=[K], num_drafted_per_round=[K])] * 64
     many[::2] = [Text()] * 32
-    np.testing.assert_allclose(TextsToCome.like(many, recent).tokens_a_round, [alike] * 32)
-    ends = [Text(most=40), Text(most=60)]
-    assert TextsToCome.like(ends, recent).most_tokens == 50
-    recent.num_stopped = 8.0
-    assert TextsToCome.like(ends, recent).chance == 0.01
+    np.testing.assert_allclose(tokens_a_round(many, recent), [alike] * 32)
+
+
+def test_texts_that_run_tell_the_limits_of_others() -> None:
+    recent = priced(num_stopped=8.0)
+    assert TextsToCome.like([Text(most=40), Text(most=60)], recent) == TextsToCome(0.01, 50.0)
 
 
 def test_slow_texts_at_the_end_ask_for_fewer_passes() -> None:
@@ -705,8 +738,8 @@ def test_prompts_cost_what_the_steps_cost_that_hold_them() -> None:
     prices[128] = {1: 2.0}
     assert rate(6.0) == pytest.approx(fed * 1.6 / 2.0)
     del prices[128]
-    recent.max_rows = 96  # 8 with 76.8 rows, where nothing was timed above 64
-    assert rate(6.0) == pytest.approx(tokens / (2.0 * (16 + 76.8) / 64))
+    recent.max_rows = 96  # 80 rows beside 16 in 96 of 100 steps, where nothing was timed above 64
+    assert rate(6.0) == pytest.approx(tokens / (0.96 * 2.0 * 96 / 64 + 0.04 * 0.5))
     recent.max_rows, recent.num_passes = 64, 1
     for size, seconds in ((17, 4.5), (65, 99.0)) * 4:  # the larger ones were not replayed
         recent.times.note(StepKind(1, True), 1, size=size, batch_size=8, seconds=seconds)
@@ -717,15 +750,25 @@ def test_steps_of_any_size_cost_the_buckets_that_hold_them() -> None:
     """Sixteen rows that decode, and prompt rows of which any step may have more, summed up."""
     times, kind = StepTimes(), StepKind(1, True)
     prices = {16: 1.0, 32: 1.5, 64: 2.0}
+
+    def price(num_rows: float) -> float:
+        return prices[min((s for s in prices if s >= num_rows), default=64)] * max(num_rows / 64, 1)
+
     times.prices[kind] = {size: {1: price} for size, price in prices.items()}
     for mean in (1.0, 12.0, 50.0):
         rows = -mean * np.log((np.arange(10_000) + 0.5) / 10_000)
-        paid = [prices[min((s for s in prices if s >= 16 + n), default=64)] for n in rows]
+        paid = [price(16 + n) for n in rows]
         step = MixedSteps(1.0, 8.0, mean)
-        found = times.priced_beside_prompts(kind, 1, step, is_full=False, usual=3.0)
+        found = times.priced_beside_prompts(kind, 1, step, most_rows=1000, usual=3.0)
         assert found == pytest.approx(3.0 * sum(paid) / 10_000, rel=1e-3)
-        found = times.priced_beside_prompts(kind, 1, step, is_full=True, usual=3.0)
-        assert found == pytest.approx(3.0 * 2.0 * max((16 + mean) / 64, 1.0))
+        found = times.priced_beside_prompts(kind, 1, step, most_rows=None, usual=3.0)
+        assert found == pytest.approx(3.0 * price(16 + mean)), "all are as large"
+    many = MixedSteps(1.0, 400.0, 1.0)  # 800 rows decode
+    found = times.priced_beside_prompts(kind, 1, many, most_rows=1000, usual=1.0)
+    assert found == pytest.approx(2.0 * 801 / 64)
+    step = MixedSteps(1.0, 8.0, 200.0)
+    found = times.priced_beside_prompts(kind, 1, step, most_rows=64, usual=1.0)
+    assert 1.5 < found < 2.0, "none is larger"
 
 
 def test_full_steps_cost_their_bucket() -> None:
@@ -814,15 +857,27 @@ def test_the_prompts_that_wait_are_in_sight() -> None:
     recent.rate = lambda m, size, rows_a_token: asked.append((m, size, rows_a_token)) or 9.0 - m
     passes(recent, num_waiting=8)
     assert asked == [(m, 8, pytest.approx(2400 / 800, rel=1e-3)) for m in (K, 1)]
-    for running, num_tokens in ((0, 800 + 400), (99, 400)):  # before the drain: half at least
+    for running, waiting, num_tokens in (
+        (Text(num_written=0), Text(num_written=0), 800 + 400),
+        (Text(num_written=99), Text(num_written=0), 400),  # before the drain: half at least
+        (Text(), Text(num_written=0, most=20), 160),
+        (Text(), Text(num_written=30, num_prompt_tokens=270), 560),  # it ran before
+    ):
         asked.clear()
         ExpectedGainLength().num_passes(
-            running=[Text(num_written=running)] * 8,
-            waiting=[Text(num_written=0)] * 8,
-            is_admitting=False,
-            recent=recent,
+            running=[running] * 8, waiting=[waiting] * 8, is_admitting=False, recent=recent
         )
         assert asked[0][2] == pytest.approx(2400 / num_tokens, rel=0.02)
+
+
+def test_prompts_that_begin_come_with_texts_as_long_as_any() -> None:
+    """Three rows of prompt a token where they have all 100 tokens, six where they have 50."""
+    for num_stopped, expected in ((0.0, 3.0), (16.0 * 0.7968, 6.0)):
+        asked = []
+        recent = priced(num_passes=1, num_stopped=num_stopped)
+        recent.rate = lambda m, size, rows_a_token: asked.append(rows_a_token) or 9.0  # noqa: B023
+        passes(recent, num_waiting=0, num_admitted=4)
+        assert asked == pytest.approx([expected] * 2, rel=0.01)
 
 
 def test_recent_steps_and_texts_are_counted() -> None:

@@ -160,6 +160,7 @@ class RecentRounds:
     # as many as they may have; their ratio is the chance that a text ends at a token
     output_tokens: float = field(init=False)
     num_stopped: float = field(init=False)
+    num_rounds: int = field(init=False)  # that made drafts
     last_num_drafts: int | None = None  # of the last step that the host knows
     num_drafts: int = field(init=False)  # n, drafts that a rule chose last
     num_passes: int = field(init=False)  # m, passes that steps run now
@@ -176,11 +177,12 @@ class RecentRounds:
         self.forget_texts()
 
     def forget_texts(self) -> None:
-        """Forget what was accepted, and how long texts were; what steps take stays."""
+        """Forget what was accepted, and how often texts ended; what steps take stays."""
         self.chosen_at = self.num_seen - _CHOICE_EVERY
         self.counts = RoundCounts.none(self.plan.num_speculative_tokens)
         self.lasting_counts = RoundCounts.none(self.plan.num_speculative_tokens)
         self.output_tokens = self.num_stopped = 0.0
+        self.num_rounds = 0
 
     def begin_step(self, *, is_new_batch: bool) -> None:
         """Find out whether this step chooses drafts and passes: the first of a batch does."""
@@ -197,6 +199,7 @@ class RecentRounds:
 
     def add_rounds(self, count: int, *, num_drafted: int, num_accepted: int) -> None:
         """Count `count` rounds that verified `num_drafted` drafts and accepted `num_accepted`."""
+        self.num_rounds += count if num_drafted else 0
         for counts in (self.counts, self.lasting_counts):
             counts.add(count, num_drafted=num_drafted, num_accepted=num_accepted)
 
@@ -222,7 +225,7 @@ class RecentRounds:
             self.unqueued_tokens += sum(num_tokens)
 
     def add_text(self, *, is_stopped: bool) -> None:
-        """Count a text that ended, before it had as many tokens as it may have or with them."""
+        """Count a text that ended; `is_stopped` if it might have had more tokens."""
         fading = _fading(self.half_life_texts)
         self.num_stopped = fading * self.num_stopped + is_stopped
         self.output_tokens *= fading
@@ -281,18 +284,19 @@ class RecentRounds:
             rows_a_token = 0.0
         share, steps = self._with_prompts(batch_size, num_passes, rows_a_token * expected[n])
         seconds, num_decoding = (1.0 - share) * costs[n], (1.0 - share) * batch_size
-        for step in steps:
-            size = step.num_decoding * (n + 1) + step.num_prompt_rows
-            is_full = size >= self.max_rows
-            priced = times.priced_beside_prompts(mixed, n, step, is_full=is_full, usual=usual[1])
+        for is_full, step in steps:
+            most_rows = None if is_full else self.max_rows
+            priced = times.priced_beside_prompts(
+                mixed, n, step, most_rows=most_rows, usual=usual[1]
+            )
             seconds += share * step.weight * priced
             num_decoding += share * step.weight * step.num_decoding
         return num_decoding * expected[n] / seconds
 
     def _with_prompts(
         self, batch_size: int, num_passes: int, wanted: float
-    ) -> tuple[float, list["MixedSteps"]]:
-        """Share of the steps that have prompt rows, and means of these, whose weights make 1.
+    ) -> tuple[float, list[tuple[bool, "MixedSteps"]]]:
+        """Share of the steps that have prompt rows; full ones and others, whose weights make 1.
 
         They are like the latest: so many requests decode in them, beside so many prompt rows, which
         in full ones are what decoding rows leave. Their share is that which brings `wanted` prompt
@@ -308,14 +312,15 @@ class RecentRounds:
             rows = kind.num_prompt_rows / kind.weight
             if is_full:
                 rows = max(self.max_rows - num_decoding * (num_passes + 1), 1.0)
-            steps.append(MixedSteps(kind.weight / total, num_decoding, rows))
-        num_decoding = sum(step.weight * step.num_decoding for step in steps)
-        num_rows = sum(step.weight * step.num_prompt_rows for step in steps)
+            steps.append((is_full, MixedSteps(kind.weight / total, num_decoding, rows)))
+        num_decoding = sum(step.weight * step.num_decoding for _, step in steps)
+        num_rows = sum(step.weight * step.num_prompt_rows for _, step in steps)
         num_rows += wanted * (batch_size - num_decoding)
         if batch_size * wanted <= num_rows:
             return batch_size * wanted / num_rows, steps
-        num_fed = min(self.max_rows / (num_passes + 1 + wanted), max(num_decoding, 1.0))
-        return 1.0, [MixedSteps(1.0, num_fed, num_fed * wanted)]
+        most_fed, num_decoding = self.max_rows / (num_passes + 1 + wanted), max(num_decoding, 1.0)
+        num_fed = min(most_fed, num_decoding)
+        return 1.0, [(most_fed <= num_decoding, MixedSteps(1.0, num_fed, num_fed * wanted))]
 
     def _kind(self, has_prompts: bool) -> "StepKind":
         return StepKind(self.num_passes, has_prompts)
@@ -428,25 +433,40 @@ class StepTimes:
         return np.maximum(prices * usual, self._host(kind) * (_HOST_REQUESTS + batch_sizes))
 
     def priced_beside_prompts(
-        self, kind: StepKind, num_drafts: int, mean: "MixedSteps", *, is_full: bool, usual: float
+        self,
+        kind: StepKind,
+        num_drafts: int,
+        mean: "MixedSteps",
+        *,
+        most_rows: int | None,
+        usual: float,
     ) -> float:
-        """Mean seconds of steps with prompt rows that are like `mean` on the average, or all full.
+        """Mean seconds of steps with prompt rows that are like `mean` on the average.
 
-        A step costs what the smallest bucket costs that holds it, or the largest, which full ones
-        may exceed in proportion. Decoding rows are as many in each; of prompt rows any step may
-        have more, with the same chance for each further one.
+        A step costs what the smallest bucket costs that holds it; above the largest, as much more
+        as it is larger. Decoding rows are as many in each, and prompt rows vary: each further one
+        has the same chance, up to `most_rows` in all. None: all steps are of one size.
         """
-        prices = sorted(self.prices[kind].items())
-        largest, most = prices[-1][0], prices[-1][1][num_drafts]
-        num_rows = mean.num_decoding * (num_drafts + 1)
-        price, chance = 0.0, 1.0  # that a step is larger than the buckets so far
-        if is_full:
-            price = most * max((num_rows + mean.num_prompt_rows) / largest - 1.0, 0.0)
+        num_rows, num_prompt_rows = mean.num_decoding * (num_drafts + 1), mean.num_prompt_rows
+        largest = max(self.prices[kind])
+        if most_rows is None:
+            size = num_rows + num_prompt_rows
+            price = self._prices(kind, round(size))[num_drafts] * max(size / largest, 1.0)
         else:
-            for size, row in prices[:-1]:
-                larger = min(math.exp((num_rows - size) / mean.num_prompt_rows), 1.0)
-                price, chance = price + (chance - larger) * row[num_drafts], larger
-        price += chance * most
+
+            def larger(size: float) -> float:
+                """The chance that a step is larger."""
+                return math.exp(min((num_rows - size) / num_prompt_rows, 0.0))
+
+            rows = sorted(self.prices[kind].items())
+            chances = [1.0, *(larger(size) for size, _ in rows)]
+            price = sum(
+                row[num_drafts] * (before - after)
+                for (_, row), (before, after) in zip(rows, itertools.pairwise(chances), strict=True)
+            )
+            excess = max(num_rows - largest, 0.0)
+            excess += num_prompt_rows * (chances[-1] - larger(max(most_rows, largest)))
+            price += rows[-1][1][num_drafts] * (chances[-1] + excess / largest)
         return max(price * usual, self._least(kind, mean.num_decoding + 1))  # one more reads
 
     def usual(self, kind: StepKind) -> float:
@@ -459,7 +479,7 @@ class StepTimes:
         return self._host(kind) * (_HOST_REQUESTS + batch_size)
 
     def _host(self, kind: StepKind) -> float:
-        """The same for each request; where too few were seen, of steps with prompts or without."""
+        """The same in the units of `host_seconds`; if unknown, of steps without prompts or with."""
         for has_prompts in (kind.has_prompts, not kind.has_prompts):
             times = self.host_seconds.get(has_prompts)
             if times is not None and (median := times.median()) is not None:
@@ -491,7 +511,7 @@ _NO_PASS_GAIN = 1.06  # for which all passes are left out
 _CHOICE_EVERY = 16  # steps; a choice of drafts in each would take the host 2 % of a short one
 _FIRST_LOOKS = 8  # at passes; later every fourth is taken
 _FADING_BATCH = 0.95  # a check, of the most requests that ran: a batch fills up within a few
-_LEAST_ROUNDS = 512.0  # that made drafts, fading, before passes are left out
+_LEAST_ROUNDS = 512  # that made drafts, before passes are left out
 _LOOKED_AT = 32  # texts that run, at most, where it matters how they differ
 _ROUNDS_OF_ALL = 4.0  # as which the rates of all texts count among those of one
 _LATEST_ROUNDS = 48  # of each of them
@@ -673,11 +693,12 @@ class ExpectedGainLength:
             running: requests that run.
             waiting: requests that wait.
             is_admitting: whether a text begins in this step.
-            recent: what was accepted, how long steps take, and who began without a queue.
+            recent: what was accepted, how long steps take, how often texts end, and who began
+                without a queue.
         """
         kept = _FADING_BATCH if recent.is_due else 1.0
         recent.most_running = max(len(running), kept * recent.most_running)
-        if recent.lasting_counts.reached[0] < _LEAST_ROUNDS:
+        if recent.num_rounds < _LEAST_ROUNDS:
             return recent.num_passes
         is_less = recent.num_passes < recent.plan.num_speculative_tokens
         if is_less and is_admitting and 2 * recent.num_unqueued >= len(running):
@@ -708,16 +729,18 @@ def _fewer_passes(
     fewer = {kind.num_passes for kind in recent.times.prices if kind.num_passes < now}
     if not fewer:
         return now
-    texts = TextsToCome.like(running, recent)
+    texts, rounds = TextsToCome.like(running, recent), tokens_a_round(running, recent)
     batch_size = min(len(running) + len(waiting), round(recent.most_running))
-    to_begin = len(waiting) * texts.mean_length()
+    most_tokens = sum(request.max_tokens - request.num_tokens for request in waiting) / len(waiting)
+    to_begin = len(waiting) * texts.mean_length(most_tokens)
     before_drain = to_begin + texts.num_left(running) - batch_size * texts.mean_rest()
-    num_tokens = max(before_drain, to_begin / 2)  # texts that run may be younger than at random
+    # Texts that run may be younger than at a time at random.
+    num_tokens = max(before_drain, to_begin / 2, 1.0)
     rows_a_token = sum(request.num_tokens for request in waiting) / num_tokens
 
     def seconds(num_passes: int) -> float:
         rate = recent.rate(num_passes, batch_size, rows_a_token=rows_a_token)
-        taken = num_tokens / rate + texts.drain_seconds(num_passes, batch_size, recent)
+        taken = num_tokens / rate + texts.drain_seconds(num_passes, batch_size, rounds, recent)
         return taken if num_passes else taken * _NO_PASS_GAIN
 
     taken = {m: seconds(m) for m in (now, *fewer)}
@@ -726,38 +749,17 @@ def _fewer_passes(
 
 @dataclass(frozen=True)
 class TextsToCome:
-    """Texts like those that run.
-
-    A text ends at any token with the same chance, or once it has as many as it may have. Some have
-    more drafts accepted than others throughout: at the end of a batch the slow ones are left.
-    """
+    """Texts like those that run: each ends at any token with the same chance, or at its limit."""
 
     chance: float  # p, that a text ends at a token, > 0
-    most_tokens: float  # M, of a text
-    tokens_a_round: "NDArray[np.float64]"  # `[S, K+1]`, of S texts by the number of drafts
+    most_tokens: float  # M, the limit
 
     @classmethod
     def like(cls, running: Sequence["Request"], recent: RecentRounds) -> "TextsToCome":
-        """Like at most 32 of those that run: their latest 48 rounds, and 4 as all texts have them.
-
-        So a text that has just begun is one like all.
-        """
-        import numpy as np  # settings, and so --help, do without
-
-        looked_at = running[:: -(-len(running) // _LOOKED_AT)]
-        num_drafts = recent.plan.num_speculative_tokens
-        made = _counts((one.num_drafted_per_round for one in looked_at), most=num_drafts)
-        accepted = _counts((one.num_accepted_per_round for one in looked_at), most=num_drafts)
-        # Rounds that made draft 1..K at least, and those that accepted it.
-        made, accepted = (counts[:, :0:-1].cumsum(axis=1)[:, ::-1] for counts in (made, accepted))
-        chances = recent.lasting_counts.conditional_acceptance()
-        rates = (accepted + _ROUNDS_OF_ALL * np.cumprod(chances)) / (made + _ROUNDS_OF_ALL)
-        tokens = np.ones((len(looked_at), num_drafts + 1))
-        tokens[:, 1:] += rates.cumsum(axis=1)
-        most = [max(one.max_tokens - one.num_prompt_tokens, 1) for one in looked_at]
-        most_tokens = statistics.fmean(most)
-        chance = max(recent.num_stopped / recent.output_tokens, 1e-6 / most_tokens)
-        return cls(chance, most_tokens, tokens)
+        """With the mean limit of those that run."""
+        most_tokens = statistics.fmean(one.max_tokens - one.num_prompt_tokens for one in running)
+        most_tokens = max(most_tokens, 1.0)
+        return cls(max(recent.num_stopped / recent.output_tokens, 1e-6 / most_tokens), most_tokens)
 
     def mean_length(self, most_tokens: float | None = None) -> float:
         """Tokens of a text, or of the rest of one that may have so many more."""
@@ -772,20 +774,29 @@ class TextsToCome:
         """Tokens that texts which run lack."""
         return sum(self.mean_length(one.max_tokens - one.num_tokens) for one in running)
 
-    def drain_seconds(self, num_passes: int, batch_size: int, recent: RecentRounds) -> float:
+    def drain_seconds(
+        self,
+        num_passes: int,
+        batch_size: int,
+        tokens_a_round: "NDArray[np.float64]",
+        recent: RecentRounds,
+    ) -> float:
         """Seconds of steps until a batch has ended each of whose texts is at a time at random.
 
-        They make the n that is best in half of the batch.
+        Texts differ in the tokens that a round makes, `[S, K+1]` by the number of drafts: at the
+        end of a batch the slow ones are left. They make the n that is best in half of the batch.
         """
         import numpy as np
 
         times, kind = recent.times, StepKind(num_passes, False)
         usual = times.usual(StepKind(recent.num_passes, False))
         costs = times.priced(kind, batch_size=max(batch_size // 2, 1), usual=usual)
-        mean = self.tokens_a_round.mean(axis=0)
+        mean = tokens_a_round.mean(axis=0)
         n = max(costs, key=lambda number: (mean[number] / costs[number], -number))
-        tokens = self.tokens_a_round[:, n]
-        num_rounds = self.most_tokens / tokens.min()
+        tokens = tokens_a_round[:, n]
+        # Behind so many tokens a batch has at most a fourth of a text left.
+        last = min(self.most_tokens, math.log(4 * batch_size) / self.chance)
+        num_rounds = last / tokens.min()
         rounds = num_rounds * (np.arange(_PARTS_OF_A_DRAIN) + 0.5) / _PARTS_OF_A_DRAIN
         left = (np.exp(-self.chance * np.outer(rounds, tokens)) - 1.0) / self._ended + 1.0
         shares = left.clip(0.0).mean(axis=1)  # of the texts, after so many rounds
@@ -796,19 +807,48 @@ class TextsToCome:
 
     @property
     def _ended(self) -> float:
-        """Share of the texts that end before they have as many tokens as they may have."""
+        """Share of the texts that end before their limit."""
         return -math.expm1(-self.chance * self.most_tokens)
 
 
-def _counts(rounds: Iterable[Sequence[int]], *, most: int) -> "NDArray[np.int64]":
-    """How many of the latest rounds of each text have 0..most drafts, `[S, most+1]`."""
+def tokens_a_round(running: Sequence["Request"], recent: RecentRounds) -> "NDArray[np.float64]":
+    """Tokens that a round makes of at most 32 of these texts, by the number of drafts, `[S, K+1]`.
+
+    By their latest 48 rounds, and four more with the rates of all texts: for one that has just
+    begun nothing else is known.
+    """
+    import numpy as np
+
+    looked_at = running[:: -(-len(running) // _LOOKED_AT)]
+    num_drafts = recent.plan.num_speculative_tokens
+    most = [min(one.num_full_passes, num_drafts) for one in looked_at]
+    made = _counts([one.num_drafted_per_round for one in looked_at], most, num_drafts)
+    accepted = _counts([one.num_accepted_per_round for one in looked_at], most, num_drafts)
+    # Rounds that made draft 1..K at least, and those that accepted it.
+    made, accepted = (counts[:, :0:-1].cumsum(axis=1)[:, ::-1] for counts in (made, accepted))
+    chances = recent.lasting_counts.conditional_acceptance()
+    rates = (accepted + _ROUNDS_OF_ALL * np.cumprod(chances)) / (made + _ROUNDS_OF_ALL)
+    tokens = np.ones((len(looked_at), num_drafts + 1))
+    tokens[:, 1:] += rates.cumsum(axis=1)
+    return tokens
+
+
+def _counts(
+    rounds: Sequence[Sequence[int]], most: Sequence[int], num_drafts: int
+) -> "NDArray[np.int64]":
+    """How many of the latest rounds of each text have 0..K, `[S, K+1]`; no more than `most` count.
+
+    Drafts of passes that did not run from a text's first round on tell nothing of others.
+    """
     import numpy as np
 
     latest = [one[-_LATEST_ROUNDS:] for one in rounds]
+    lengths = [len(one) for one in latest]
     numbers = np.frombuffer(bytes(itertools.chain.from_iterable(latest)), np.uint8)
-    rows = np.repeat(np.arange(len(latest)) * (most + 1), [len(one) for one in latest])
-    counts = np.bincount(rows + numbers, minlength=len(latest) * (most + 1))
-    return counts.reshape(len(latest), most + 1)
+    numbers = np.minimum(numbers, np.repeat(most, lengths))
+    rows = np.repeat(np.arange(len(latest)) * (num_drafts + 1), lengths)
+    counts = np.bincount(rows + numbers, minlength=len(latest) * (num_drafts + 1))
+    return counts.reshape(len(latest), num_drafts + 1)
 
 
 def _more_passes(running: Sequence["Request"], recent: RecentRounds) -> int:
