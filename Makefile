@@ -57,7 +57,7 @@ $(STAMP): requirements.lock pyproject.toml
 demo: RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: $(STAMP)
 	$(PY) train.py experiment=finetune_eagle output_dir=$(RUN)/train
-	$(PY) eval.py spec.k=3 spec.head=$(RUN)/train/head prompts.max_prompts=80 sampling.max_new_tokens=40 timing.passes=2 \
+	$(PY) eval.py spec.k=3 spec.head=$(RUN)/train/head prompts.max_prompts=80 sampling.max_new_tokens=32 timing.passes=2 \
 		output_dir=$(RUN)/eval
 	@echo "results: $(RUN)/eval"
 
