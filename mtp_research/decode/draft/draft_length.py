@@ -458,15 +458,13 @@ class StepTimes:
                 """The chance that a step is larger."""
                 return math.exp(min((num_rows - size) / num_prompt_rows, 0.0))
 
-            rows = sorted(self.prices[kind].items())
-            chances = [1.0, *(larger(size) for size, _ in rows)]
-            price = sum(
-                row[num_drafts] * (before - after)
-                for (_, row), (before, after) in zip(rows, itertools.pairwise(chances), strict=True)
-            )
+            price, chance = 0.0, 1.0  # that it is larger than the buckets so far
+            for size, row in sorted(self.prices[kind].items()):
+                price += (chance - larger(size)) * row[num_drafts]
+                chance = larger(size)
             excess = max(num_rows - largest, 0.0)
-            excess += num_prompt_rows * (chances[-1] - larger(max(most_rows, largest)))
-            price += rows[-1][1][num_drafts] * (chances[-1] + excess / largest)
+            excess += num_prompt_rows * (chance - larger(max(most_rows, largest)))
+            price += (chance + excess / largest) * self.prices[kind][largest][num_drafts]
         return max(price * usual, self._least(kind, mean.num_decoding + 1))  # one more reads
 
     def usual(self, kind: StepKind) -> float:
@@ -759,7 +757,8 @@ class TextsToCome:
         """With the mean limit of those that run."""
         most_tokens = statistics.fmean(one.max_tokens - one.num_prompt_tokens for one in running)
         most_tokens = max(most_tokens, 1.0)
-        return cls(max(recent.num_stopped / recent.output_tokens, 1e-6 / most_tokens), most_tokens)
+        chance = recent.num_stopped / max(recent.output_tokens, 1.0)
+        return cls(max(chance, 1e-6 / most_tokens), most_tokens)
 
     def mean_length(self, most_tokens: float | None = None) -> float:
         """Tokens of a text, or of the rest of one that may have so many more."""
