@@ -335,7 +335,7 @@ def _hydra_faults(schema: type, overrides: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as fault:
-        raise ConfigError(_compose_fault(schema, fault, overrides)) from fault
+        raise ConfigError(_compose_fault(schema, fault, overrides)) from None
 
 
 def _may_start_native(config: TrainConfig) -> bool:

@@ -31,6 +31,7 @@ from mtp_research.heads.engines import (
 from mtp_research.heads.export import LM_HEAD, export_heads, stitch_heads
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
+from mtp_research.models.loading.gguf import unpacked
 from mtp_research.models.target import Target, load_target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.runtime.options import OptionParser, positive
@@ -97,10 +98,11 @@ def _run(options: argparse.Namespace) -> None:
     target = load_target(options.model, dtype="float32", device=options.device)
     heads = load_heads(options.head, target)
     report = "" if options.engine is None else _engine_report(options, heads)
+    source = Path(unpacked(str(options.model)))
     if options.alone:
-        written = export_heads(heads, options.out, source=options.model)
+        written = export_heads(heads, options.out, source=source)
     else:
-        written = stitch_heads(heads, options.out, source=options.model, engine=options.engine)
+        written = stitch_heads(heads, options.out, source=source, engine=options.engine)
     modules = [name for name in written.names if name != LM_HEAD]
     print(
         f"{written.folder}: {heads.spec.num_mtp_modules} MTP modules of family "
@@ -122,8 +124,9 @@ def _engine_report(options: argparse.Namespace, heads: MTPHeads) -> str:
     engine = engine_for(name, heads, num_drafts=num_drafts if _is_measured(options) else None)
     if engine is None:
         return (
-            f"{name} {VERSIONS[name]}: how it runs heads of family {heads.target.family_name} is "
-            "not recorded (mtp_research/heads/engines.py); nothing is compared.\n"
+            f"warning: {name} {VERSIONS[name]}: how it runs heads of family "
+            f"{heads.target.family_name} is not recorded (mtp_research/heads/engines.py), nor "
+            "whether it runs them at all; nothing is compared.\n"
         )
     trained, effects, measured = trained_run(heads), None, "not measured (--no-measure)"
     if _is_measured(options):

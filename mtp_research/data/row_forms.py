@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from mtp_research.data.rows import Row, read_rows
-from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.errors import ConfigError, IntegrityError, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,8 @@ def _lacking(fields: Sequence[str], seen: Set[str]) -> str:
     if found := sorted(seen & {*fields}):
         return f"text of a user in {', '.join(found)}, got none; fix the rows"
     wanted, got = ", ".join(fields), ", ".join(sorted(seen))
-    return f"rows with one of {wanted}, got the fields {got}; set --field"
+    close = next(filter(None, (nearest(name, fields) for name in sorted(seen))), "")
+    return f"rows with one of {wanted}, got the fields {got}{close}; rename one, or set --field"
 
 
 def _first_of_the_user(turns: Turns) -> Turns:

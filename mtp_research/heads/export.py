@@ -294,5 +294,7 @@ def _write_config(config: Mapping[str, object], out: Path) -> None:
 
 def _make_folder(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"out must be a missing or empty folder, {str(out)!r} is in use.")
+        raise ConfigError(
+            f"out must be a missing or empty folder, {str(out)!r} is not empty; name another one."
+        )
     out.mkdir(parents=True, exist_ok=True)

@@ -74,17 +74,24 @@ _CONTEXT_HEADER = ("context", "condition", "rounds", "their prompts", _LENGTH, "
                    "tokens/s [95 %]", "ratio to K = 0")  # fmt: skip
 # A round counts where it was, a request where its answer's middle token is.
 _SMALL = ("their prompts", "requests")
-_POLICY_HEADER = ("head", "N", "K", "policy", "module rows per step", *(f"{x} %" for x in _FAULTS),
-                  _LENGTH, f"minus {_REFERENCE} [95 %]", "p_1 .. p_K")  # fmt: skip
+_POLICY_HEADER = ("head", "N", "K", "T", "policy", "module rows per step",
+                  *(f"{x} %" for x in _FAULTS), _LENGTH, f"minus {_REFERENCE} [95 %]",
+                  "p_1 .. p_K")  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `mtp tables`; returns the exit code."""
     parser = OptionParser(prog="mtp tables", description="Print a table of stored results.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (number_of_paths, _) in _COMMANDS.items():
-        command = commands.add_parser(name)
-        command.add_argument("paths", nargs=number_of_paths, type=Path, metavar="RESULTS")
+    for name, (number_of_paths, _, told, read) in _COMMANDS.items():
+        command = commands.add_parser(name, help=told, description=f"Print {told}.")
+        command.add_argument(
+            "paths",
+            nargs=number_of_paths,
+            type=Path,
+            metavar="RESULTS",
+            help=f"{read}, or its folder",
+        )
     options = parser.parse_args(argv)
     try:
         sys.stdout.write(_COMMANDS[options.command][1](options.paths) + "\n")
@@ -141,27 +148,45 @@ def _seeds_text(paths: Sequence[Path]) -> str:
     return study_tables.matrix_markdown(study_tables.read_checked_matrix(paths[0]))
 
 
-# By name: how many results it reads, and what makes its text of them.
-_COMMANDS: dict[str, tuple[int | str, Callable[[Sequence[Path]], str]]] = {
-    "compare": (2, _compare_text),
-    "context": (1, _context_text),
-    "policy": ("+", _policy_text),
-    "fault": (1, _fault_text),
-    "seeds": (1, _seeds_text),
+_EVALUATION = "results.json of eval.py"
+# By name: how many results it reads, what makes its text of them, what this is, and of which files.
+_COMMANDS: dict[str, tuple[int | str, Callable[[Sequence[Path]], str], str, str]] = {
+    "compare": (2, _compare_text, "paired differences, first results minus second", _EVALUATION),
+    "context": (1, _context_text, "acceptance and speed by length of the text", _EVALUATION),
+    "policy": ("+", _policy_text, "acceptance and faults of each policy", _EVALUATION),
+    "fault": (1, _fault_text, "what each fault costs", "fault_price.json of a study"),
+    "seeds": (1, _seeds_text, "heads by policy and unroll", "matrix.json of a study"),
 }
 
 
 def compare(ours: Report, theirs: Report) -> dict[str, PairedComparison]:
-    """Paired differences ours - theirs of every condition label that both hold and that drafts."""
+    """Paired differences ours - theirs of every condition that both hold and that drafts."""
     require_comparable(ours, theirs)
     pairs = ((one, other) for one, other in _shared(ours, theirs) if one.num_speculative_tokens)
     return {one.label: paired(one, other, seed=ours.seed) for one, other in pairs}
 
 
 def _shared(ours: Report, theirs: Report) -> list[tuple[ConditionResult, ConditionResult]]:
-    """The conditions whose label both hold."""
+    """The conditions whose label both hold, and those of one setting.
+
+    A label names only what differs within its own run.
+    """
     references = {one.label: one for one in theirs.conditions}
+    mine: dict[tuple[object, ...], list[ConditionResult]] = {}
+    other: dict[tuple[object, ...], list[ConditionResult]] = {}
+    for report, found in ((ours, mine), (theirs, other)):
+        for one in report.conditions:
+            found.setdefault(_setting(one), []).append(one)
+    for setting, conditions in mine.items():
+        if len(conditions) == len(other.get(setting, ())) == 1:
+            references.setdefault(conditions[0].label, other[setting][0])
     return [(one, references[one.label]) for one in ours.conditions if one.label in references]
+
+
+def _setting(one: ConditionResult) -> tuple[object, ...]:
+    """What a condition decodes with, apart from its heads."""
+    drafts = (one.policy, one.num_speculative_tokens, one.draft_sampling, one.draft_length)
+    return (*drafts, one.temperature, one.verify, one.max_num_requests)
 
 
 def require_comparable(ours: Report, theirs: Report) -> None:
@@ -228,15 +253,16 @@ def _policy_differences(ours: Report, theirs: Report) -> list[str]:
 
 def _rule_differences(ours: Report, theirs: Report) -> list[str]:
     """Conditions of one name and other rules for the number of drafts."""
-    mine, other = (
-        {c.label: rule_of(c, one) for c in one.conditions if c.num_speculative_tokens > 0}
-        for one in (ours, theirs)
-    )
+    rules = {
+        one.label: (rule_of(one, ours), rule_of(other, theirs))
+        for one, other in _shared(ours, theirs)
+        if one.num_speculative_tokens > 0
+    }
     return [
-        f"{printable(label)} makes drafts by spec.draft_length={printable(mine[label])} and "
-        f"{printable(other[label])}; compare target forwards per token, not acceptance lengths"
-        for label in sorted(mine.keys() & other.keys())
-        if mine[label] != other[label]
+        f"{printable(label)} makes drafts by spec.draft_length={printable(mine)} and "
+        f"{printable(other)}; compare target forwards per token, not acceptance lengths"
+        for label, (mine, other) in sorted(rules.items())
+        if mine != other
     ]
 
 
@@ -268,7 +294,8 @@ def _draft_differences(ours: Report, theirs: Report) -> list[str]:
         for one, other in _shared(ours, theirs)
     }
     if not any(mine for mine, _ in shared.values()):
-        return [f"no common condition that drafts ({sorted(shared)} in both)"]
+        labels = (", ".join(one.label for one in run.conditions) for run in (ours, theirs))
+        return [f"no common condition that drafts ({escaped(' and '.join(labels))})"]
     return [f"K = {a} and {b} for {label}" for label, (a, b) in shared.items() if a != b]
 
 
@@ -383,26 +410,33 @@ def policy_rows(report: Report) -> list[tuple[str, ...]]:
         plan = DraftPlan(POLICIES[one.policy], one.num_speculative_tokens, num_modules)
         rates = figures.acceptance_rate_per_position
         rows.append((
-            *(head_name(head), str(num_modules), str(one.num_speculative_tokens), one.policy),
+            *(head_name(head), str(num_modules), str(one.num_speculative_tokens)),
+            *(number(one.temperature, "g"), _policy_and_rule(one)),
             str(plan.num_rows_per_step),
             *_fault_percentages(one.audit),
             interval(figures.acceptance_length_micro),
-            _difference(report, one.label),
+            _difference(report, one),
             " ".join(number(rate.value, ".3f") for rate in rates),
         ))  # fmt: skip
     return rows
+
+
+def _policy_and_rule(one: ConditionResult) -> str:
+    rule = "" if one.draft_length in (None, "fixed") else f" {one.draft_length}"
+    return f"{one.policy}{rule}"
 
 
 def _head_folder(report: Report) -> Path:
     return Path(str(cast(Mapping[str, object], report.config["spec"])["head"]))
 
 
-def _difference(report: Report, label: str) -> str:
-    """Acceptance length minus the reference's, a dash where there is none."""
-    by_label = {condition.label: condition for condition in report.conditions}
-    if label == _REFERENCE or _REFERENCE not in by_label:
+def _difference(report: Report, one: ConditionResult) -> str:
+    """Acceptance length minus that of the reference in the same setting; a dash without one."""
+    wanted = one.head, _REFERENCE, *_setting(one)[1:]
+    found = [other for other in report.conditions if (other.head, *_setting(other)) == wanted]
+    if one.policy == _REFERENCE or len(found) != 1:
         return UNDEFINED
-    pair = paired(by_label[label], by_label[_REFERENCE], seed=report.seed)
+    pair = paired(one, found[0], seed=report.seed)
     return interval(pair.differences["acceptance_length_micro"], "+.3f")
 
 

@@ -357,7 +357,7 @@ def test_export_refuses_names_for_one_module_and_folders_in_use(tmp_path: Path) 
         export_heads(heads, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="is in use"):
+    with pytest.raises(ConfigError, match="is not empty; name another"):
         export_heads(tiny.tiny_heads(target, num_mtp_modules=1), tmp_path)
 
 

@@ -8,12 +8,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mtp_research import SpecDecoder, SpecSettings, load_target
+from mtp_research.app import export_command
 from mtp_research.app.preflight import described_target
 from mtp_research.bench.shapes import sizes_only
 from mtp_research.config.schema import ModelConfig
+from mtp_research.heads.weights import save_heads
 from mtp_research.models.loading.source import check_source, source_facts
 from mtp_research.models.target import load_tokenizer
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from tests import tiny
 
 gguf = pytest.importorskip("gguf")
 
@@ -126,6 +129,18 @@ def test_gguf_decodes_as_transformers_does(file):
     again = LlamaForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
     text = again.generate(torch.tensor([[1, 3, 4, 5]]), max_new_tokens=8, do_sample=False)
     assert list(record.output_token_ids) == text[0, 4:].tolist()
+
+
+def test_heads_of_a_gguf_target_are_exported_with_its_weights(file, tmp_path, capsys):
+    target = load_target(file, dtype="float32")
+    save_heads(tiny.tiny_heads(target, num_mtp_modules=1), tmp_path / "head")
+    words = ["--model", str(file), "--head", str(tmp_path / "head"), "--out", str(tmp_path / "out")]
+    assert export_command.main(words) == 0
+    assert "1 MTP modules of family llama" in capsys.readouterr().out
+    assert (tmp_path / "out" / "config.json").is_file()
+    found = load_target(tmp_path / "out", dtype="float32").model.state_dict()
+    for name, weight in target.model.state_dict().items():
+        assert torch.equal(found[name], weight), name
 
 
 @pytest.mark.parametrize("is_unpacked", [False, True])

@@ -23,6 +23,25 @@ def test_same_results_differ_by_zero():
     assert tuple(pairs["eagle"].differences["acceptance_length_micro"]) == (0.0, 0.0, 0.0)
 
 
+def test_conditions_of_one_setting_are_compared_whatever_their_labels_are():
+    """A run of K = 1 and 3 names K in its labels; one of K = 3 alone does not."""
+    alone = _report().conditions
+    others = [dataclasses.replace(one, num_speculative_tokens=1) for one in alone[1:]]
+    grid = [alone[0], *alone[1:], *others]
+    named = [
+        dataclasses.replace(one, label=f"{one.label} K={one.num_speculative_tokens}")
+        for one in grid[1:]
+    ]
+    ours = _report(conditions=(alone[0], *named))
+    assert list(compare(ours, _report())) == ["eagle K=3", "training K=3"]
+    assert list(compare(_report(), ours)) == ["eagle", "training"]
+    twice = dataclasses.replace(named[0], label="eagle of another head")
+    ours = _report(conditions=(*ours.conditions, twice))
+    assert list(compare(ours, _report())) == ["training K=3"], "two might be meant"
+    with pytest.raises(ConfigError, match=r"that drafts \(baseline, eagle K=3 and baseline, train"):
+        compare(_report(conditions=ours.conditions[:2]), _report(conditions=alone[::2]))
+
+
 def test_other_prompt_text_is_refused_with_the_ids():
     prompts = list(_report().prompts)
     prompts[4] = dataclasses.replace(prompts[4], sha256="0" * 64)

@@ -29,14 +29,38 @@ def report(*, audit: dict[str, int] | None, head: Path = HEAD) -> Report:
 def test_row_has_module_rows_shares_and_the_reports_figures() -> None:
     made = report(audit=AUDIT)
     eagle, training = table_rows(made)
-    assert eagle[:8] == ("chain_n3", "3", "3", "eagle", "15", "0.75", "0.25", "0.00")
-    assert training[:5] == ("chain_n3", "3", "3", "training", "12")
+    assert eagle[:9] == ("chain_n3", "3", "3", "-", "eagle", "15", "0.75", "0.25", "0.00")
+    assert training[:6] == ("chain_n3", "3", "3", "-", "training", "12")
     figure = made.summaries[2].acceptance.acceptance_length_micro
-    assert training[8] == f"{figure.value:.3f} [{figure.low:.3f}, {figure.high:.3f}]"
-    assert sum(map(float, training[10].split())) == pytest.approx(figure.value - 1, abs=2e-3)
-    assert training[9] == "-"
-    lengths = [float(row[8].split()[0]) for row in (eagle, training)]
-    assert float(eagle[9].split()[0]) == pytest.approx(lengths[0] - lengths[1], abs=2e-3)
+    assert training[9] == f"{figure.value:.3f} [{figure.low:.3f}, {figure.high:.3f}]"
+    assert sum(map(float, training[11].split())) == pytest.approx(figure.value - 1, abs=2e-3)
+    assert training[10] == "-"
+    lengths = [float(row[9].split()[0]) for row in (eagle, training)]
+    assert float(eagle[10].split()[0]) == pytest.approx(lengths[0] - lengths[1], abs=2e-3)
+
+
+def test_rows_of_a_grid_name_their_setting_and_differ_from_the_reference_in_it() -> None:
+    plain, eagle, training = three_conditions(20)
+    grid = [plain]
+    for temperature in (0.0, 0.6):
+        for one in (eagle, training):
+            label, rule = f"{one.label} T={temperature}", "expected_gain"
+            changes = {"label": label, "temperature": temperature}
+            grid.append(dataclasses.replace(one, draft_length="fixed", **changes))
+            if temperature:
+                changes["label"] += f" {rule}"
+                grid.append(dataclasses.replace(one, draft_length=rule, **changes))
+    config = {"spec": {"head": str(HEAD), "num_speculative_tokens": 3}}
+    made = build_report(grid, prompts=some_prompts(20), dtype="float32", config=config, run={})
+    rows = table_rows(made)
+    assert [row[3:5] for row in rows] == [
+        ("0", "eagle"),
+        ("0", "training"),
+        *[("0.6", "eagle"), ("0.6", "eagle expected_gain")],
+        *[("0.6", "training"), ("0.6", "training expected_gain")],
+    ]
+    alone = table_rows(report(audit=None))[0][10]
+    assert [row[10] for row in rows] == [alone, "-", alone, alone, "-", "-"]
 
 
 def test_policy_that_the_checkout_lacks_is_left_out_with_a_word(
@@ -44,7 +68,7 @@ def test_policy_that_the_checkout_lacks_is_left_out_with_a_word(
 ) -> None:
     made = report(audit=AUDIT)
     monkeypatch.delitem(POLICIES, "eagle")
-    assert [row[3] for row in table_rows(made)] == ["training"]
+    assert [row[4] for row in table_rows(made)] == ["training"]
     (record,) = caplog.records  # none for plain decoding
     assert "no policy of this checkout is eagle: " in record.getMessage()
 
@@ -61,7 +85,7 @@ def test_results_file_stands_for_its_folder(
 
 
 def test_evaluation_without_auditor_shows_dashes() -> None:
-    assert table_rows(report(audit=None))[0][5:8] == ("-", "-", "-")
+    assert table_rows(report(audit=None))[0][6:9] == ("-", "-", "-")
 
 
 def test_main_prints_one_table_of_all_folders(

@@ -29,7 +29,7 @@ from mtp_research.evaluation.stats.summary import (
     summarise,
 )
 from mtp_research.evaluation.stats.text_figures import Thinking
-from mtp_research.runtime.errors import IntegrityError, escaped
+from mtp_research.runtime.errors import ConfigError, IntegrityError, escaped
 from mtp_research.runtime.files import require_file, write_atomically
 
 SCHEMA_VERSION = 2
@@ -175,8 +175,10 @@ def recompute(path: Path) -> Report:
         IntegrityError: it cannot be read.
     """
     stored = _load(path)
-    version = stored.get("schema_version") if isinstance(stored, dict) else None
-    if not isinstance(stored, dict) or version != SCHEMA_VERSION:
+    if not isinstance(stored, dict) or "schema_version" not in stored:
+        raise ConfigError(f"{path} must be the results.json of an evaluation, got another file.")
+    version = stored["schema_version"]
+    if version != SCHEMA_VERSION:
         raise IntegrityError(
             f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; evaluate again."
         )

@@ -287,10 +287,13 @@ def _require_equal(
     if keys:
         shown = "; ".join(f"{k} {theirs.get(k)} -> {ours.get(k)}" for k in keys[:_NUM_LISTED])
         more = f"; {len(keys) - _NUM_LISTED} more" if len(keys) > _NUM_LISTED else ""
+        is_newer = any(key not in theirs for key in keys)
+        newer = (
+            " with the version that began it, which has not all of these keys" if is_newer else ""
+        )
         raise ConfigError(
             f"output_dir {str(folder)!r} holds {state} evaluation with other {what}: "
-            f"{shown}{more}; repeat its command with the version that began it, or {_OTHER}. "
-            "A key that is None there is newer than the evaluation."
+            f"{shown}{more}; repeat its command{newer}, or {_OTHER}."
         )
 
 

@@ -112,12 +112,11 @@ def test_failed_write_leaves_the_old_file_and_no_temporary(
     ("content", "fault"),
     [
         ("{", "not a readable results file"),
-        ("[]", "expected schema_version 2, got None"),
         ('{"schema_version": 1}', "expected schema_version 2, got 1"),
         ('{"schema_version": 2}', "lacks or misnames a field: 'config'"),
         ('{"schema_version": 2, "conditions": [{"records": 3}]}', "lacks or misnames"),
     ],
-    ids=["no json", "no object", "other version", "no field", "wrong type"],
+    ids=["no json", "other version", "no field", "wrong type"],
 )
 def test_bad_results_file_is_refused(tmp_path: Path, content: str, fault: str):
     path = tmp_path / "results.json"
@@ -125,6 +124,14 @@ def test_bad_results_file_is_refused(tmp_path: Path, content: str, fault: str):
     with pytest.raises(IntegrityError) as caught:
         recompute(path)
     assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"machine": "one", "rows": []}'])
+def test_file_of_another_kind_is_a_fault_of_the_command_line(tmp_path: Path, content: str):
+    path = tmp_path / "speed.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="of an evaluation, got another file"):
+        recompute(path)
 
 
 def test_missing_results_file_is_refused(tmp_path: Path):
