@@ -76,8 +76,8 @@ def test_questions_without_a_known_field_name_the_key(tmp_path):
     source = write(tmp_path / "set.jsonl", [{"body": "b"}])
     with pytest.raises(ConfigError, match=r"got the fields body; rename one, or set --field"):
         read_questions(source)
-    misspelt = write(tmp_path / "misspelt.jsonl", [{"quesiton": "b"}])
-    with pytest.raises(ConfigError, match=r"got the fields quesiton; nearest: question; rename"):
+    misspelt = write(tmp_path / "misspelt.jsonl", [{"prompts": "b"}])
+    with pytest.raises(ConfigError, match=r"got the fields prompts; nearest: prompt; rename"):
         read_questions(misspelt)
     with pytest.raises(ConfigError, match="must be an existing file or folder"):
         read_questions(str(tmp_path / "none.jsonl"))
