@@ -122,5 +122,5 @@ def test_context_table_of_a_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_num_requests must be 1"):
         context_rows(recompute(tmp_path / RESULTS_FILE))
     assert main(["context", str(tmp_path)]) == 2
-    (tmp_path / RESULTS_FILE).write_text(json.dumps({}))
+    (tmp_path / RESULTS_FILE).write_text(json.dumps({"schema_version": 2}))
     assert main(["context", str(tmp_path)]) == 3
