@@ -20,6 +20,7 @@ modules.
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -172,15 +173,16 @@ def _shared(ours: Report, theirs: Report) -> list[tuple[ConditionResult, Conditi
     A label names only what differs within its own run.
     """
     references = {one.label: one for one in theirs.conditions}
-    mine: dict[tuple[object, ...], list[ConditionResult]] = {}
-    other: dict[tuple[object, ...], list[ConditionResult]] = {}
-    for report, found in ((ours, mine), (theirs, other)):
-        for one in report.conditions:
-            found.setdefault(_setting(one), []).append(one)
-    for setting, conditions in mine.items():
-        if len(conditions) == len(other.get(setting, ())) == 1:
-            references.setdefault(conditions[0].label, other[setting][0])
+    mine, other = _by_setting(ours), _by_setting(theirs)
+    for setting in mine.keys() & other.keys():
+        references.setdefault(mine[setting].label, other[setting])
     return [(one, references[one.label]) for one in ours.conditions if one.label in references]
+
+
+def _by_setting(report: Report) -> dict[tuple[object, ...], ConditionResult]:
+    """The conditions whose setting no other of the run has."""
+    counts = Counter(map(_setting, report.conditions))
+    return {_setting(one): one for one in report.conditions if counts[_setting(one)] == 1}
 
 
 def _setting(one: ConditionResult) -> tuple[object, ...]:

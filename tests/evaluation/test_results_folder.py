@@ -78,8 +78,15 @@ def test_finished_evaluation_of_other_settings_is_refused_and_kept(
     line = capsys.readouterr().err
     assert f"error: output_dir {str(folder)!r} holds a finished evaluation with other keys" in line
     assert "seed 0 -> 5; spec.num_speculative_tokens 1 -> 2; " in line
+    assert "; repeat its command, or " in line
     assert "set output_dir=FOLDER, or overwrite=true to replace it." in line
     assert files(folder) == before
+    stored = json.loads((folder / "results.json").read_text())
+    del stored["config"]["seed"]
+    (folder / "results.json").write_text(json.dumps(stored))
+    assert run(folder) == 2
+    line = capsys.readouterr().err
+    assert "repeat its command with the version that began it, which has not all of these" in line
 
 
 def test_finished_evaluation_of_the_same_settings_is_shown_again(

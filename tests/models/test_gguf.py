@@ -138,6 +138,9 @@ def test_heads_of_a_gguf_target_are_exported_with_its_weights(file, tmp_path, ca
     assert export_command.main(words) == 0
     assert "1 MTP modules of family llama" in capsys.readouterr().out
     assert (tmp_path / "out" / "config.json").is_file()
+    words = [*words[:-1], str(tmp_path / "served"), "--for", "vllm", "--no-measure"]
+    assert export_command.main(words) == 0
+    assert "warning: vllm 0.24.0: how it runs heads of family llama is" in capsys.readouterr().out
     found = load_target(tmp_path / "out", dtype="float32").model.state_dict()
     for name, weight in target.model.state_dict().items():
         assert torch.equal(found[name], weight), name

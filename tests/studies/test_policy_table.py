@@ -114,6 +114,17 @@ def test_heads_of_two_runs_are_called_by_their_runs(
     assert lines[7:] == [f"heads first: {CONVENTIONS}", f"heads second: {CONVENTIONS}"]
 
 
+def test_help_says_what_each_table_is_and_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        ([], "compare paired differences, first results minus second"),
+        (["seeds"], "RESULTS matrix.json of a study, or its folder"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--help"])
+        assert ended.value.code == 0
+        assert told in " ".join(capsys.readouterr().out.split())
+
+
 def test_main_refuses_missing_results_and_heads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -279,7 +279,7 @@ class RecentRounds:
         usual = times.usual(self._kind(False)), times.usual(self._kind(True))
         costs = times.priced(StepKind(num_passes, False), batch_size=batch_size, usual=usual[0])
         expected = expected_tokens(self.lasting_counts.conditional_acceptance())
-        n = max(costs, key=lambda number: (expected[number] / costs[number], -number))
+        n = _best_for_cost(expected, costs)
         if not times.prices.get(mixed):
             rows_a_token = 0.0
         share, steps = self._with_prompts(batch_size, num_passes, rows_a_token * expected[n])
@@ -421,17 +421,6 @@ class StepTimes:
         least, prices = self._least(kind, batch_size), self._prices(kind, batch_size)
         return {n: max(price * usual, least) for n, price in prices.items()}
 
-    def priced_at(
-        self, kind: StepKind, num_drafts: int, *, batch_sizes: "NDArray[np.float64]", usual: float
-    ) -> "NDArray[np.float64]":
-        """The same for one number of drafts, in batches of these sizes."""
-        import numpy as np
-
-        rows = sorted(self.prices[kind].items())
-        places = np.searchsorted([size for size, _ in rows[:-1]], batch_sizes)
-        prices = np.array([row[num_drafts] for _, row in rows])[places]
-        return np.maximum(prices * usual, self._host(kind) * (_HOST_REQUESTS + batch_sizes))
-
     def priced_beside_prompts(
         self,
         kind: StepKind,
@@ -473,15 +462,11 @@ class StepTimes:
         return self._overrun(max(keys, key=self.last_noted.__getitem__)) if keys else 1.0
 
     def _least(self, kind: StepKind, batch_size: float) -> float:
-        """What the host does in a step."""
-        return self._host(kind) * (_HOST_REQUESTS + batch_size)
-
-    def _host(self, kind: StepKind) -> float:
-        """The same in the units of `host_seconds`; if unknown, of steps without prompts or with."""
+        """What the host does in a step; where too few were seen, in one with prompts or without."""
         for has_prompts in (kind.has_prompts, not kind.has_prompts):
             times = self.host_seconds.get(has_prompts)
             if times is not None and (median := times.median()) is not None:
-                return median
+                return median * (_HOST_REQUESTS + batch_size)
         return 0.0
 
     def _overrun(self, key: tuple[StepKind, int]) -> float:
@@ -760,10 +745,9 @@ class TextsToCome:
         chance = recent.num_stopped / max(recent.output_tokens, 1.0)
         return cls(max(chance, 1e-6 / most_tokens), most_tokens)
 
-    def mean_length(self, most_tokens: float | None = None) -> float:
-        """Tokens of a text, or of the rest of one that may have so many more."""
-        most = self.most_tokens if most_tokens is None else most_tokens
-        return -math.expm1(-self.chance * most) / self.chance
+    def mean_length(self, most_tokens: float) -> float:
+        """Tokens that a text still gets which may have so many more."""
+        return -math.expm1(-self.chance * most_tokens) / self.chance
 
     def mean_rest(self) -> float:
         """Tokens that a text lacks at a time at random."""
@@ -790,8 +774,7 @@ class TextsToCome:
         times, kind = recent.times, StepKind(num_passes, False)
         usual = times.usual(StepKind(recent.num_passes, False))
         costs = times.priced(kind, batch_size=max(batch_size // 2, 1), usual=usual)
-        mean = tokens_a_round.mean(axis=0)
-        n = max(costs, key=lambda number: (mean[number] / costs[number], -number))
+        n = _best_for_cost(tokens_a_round.mean(axis=0).tolist(), costs)
         tokens = tokens_a_round[:, n]
         # Behind so many tokens a batch has at most a fourth of a text left.
         last = min(self.most_tokens, math.log(4 * batch_size) / self.chance)
@@ -801,7 +784,7 @@ class TextsToCome:
         shares = left.clip(0.0).mean(axis=1)  # of the texts, after so many rounds
         goes_on = 1.0 - (1.0 - shares) ** batch_size  # the chance that any is left
         sizes = batch_size * shares / np.maximum(goes_on, 1e-9)
-        seconds = times.priced_at(kind, n, batch_sizes=sizes, usual=usual)
+        seconds = [times.priced(kind, batch_size=size, usual=usual)[n] for size in sizes.tolist()]
         return num_rounds / _PARTS_OF_A_DRAIN * float(goes_on @ seconds)
 
     @property
@@ -857,7 +840,8 @@ def _more_passes(running: Sequence["Request"], recent: RecentRounds) -> int:
     half of the batch began without a queue: the last prompts of many are few.
     """
     now = recent.num_passes
-    length = TextsToCome.like(running, recent).mean_length()
+    texts = TextsToCome.like(running, recent)
+    length = texts.mean_length(texts.most_tokens)
     rows_a_token = recent.unqueued_tokens / (recent.num_unqueued * length)
     rates = {
         m: recent.rate(m, len(running), rows_a_token=rows_a_token)
@@ -866,6 +850,11 @@ def _more_passes(running: Sequence["Request"], recent: RecentRounds) -> int:
     }
     best = max(rates, key=lambda m: (rates[m], -m), default=now)
     return best if best > now and rates[best] >= _LEAST_GAIN * rates[now] else now
+
+
+def _best_for_cost(tokens: Sequence[float], costs: Mapping[int, float]) -> int:
+    """The n with the most tokens for its cost; the smallest of equals."""
+    return max(costs, key=lambda n: (tokens[n] / costs[n], -n))
 
 
 def expected_tokens(conditional_acceptance: list[float]) -> list[float]:

@@ -171,7 +171,7 @@ def recompute(path: Path) -> Report:
     """Read a `results.json`, and compute its figures again.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or it is no evaluation's.
         IntegrityError: it cannot be read.
     """
     stored = _load(path)
